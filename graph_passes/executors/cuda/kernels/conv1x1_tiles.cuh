@@ -20,8 +20,9 @@ template <int TEAMS> __device__ inline TileRange tiles_of(int team, uint32 rows,
     return {blockIdx.y * TEAMS + team, (rows + tile_rows - 1) / tile_rows, gridDim.y * TEAMS};
 }
 
-// --- the producer's side: the circular buffer of a team's tiles of x ---
+// --- the mainloop: the circular buffer of a team's tiles of x, which producers fill and consumers empty ---
 
+// `number` stages of `stage_vectors` each.
 struct Stages {
     uint4 *tiles;
     uint64 *full, *empty;
