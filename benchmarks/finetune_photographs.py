@@ -54,18 +54,18 @@ class Options:
     """Folder to write to."""
 
 
-def write_data(data: Path, folder: Path) -> None:
+def write_data(data: Path, folder: Path, per_class: int) -> None:
     """Write class folders `group0` ..., each with the photographs of several neighbouring classes of `data`."""
     classes = sorted(path for path in data.iterdir() if path.is_dir())
-    for number, path in enumerate(classes[:NUM_CLASSES * IMAGES_PER_CLASS]):
-        shutil.copytree(path, folder / f"group{number // IMAGES_PER_CLASS}", dirs_exist_ok=True)
+    for number, path in enumerate(classes[:NUM_CLASSES * per_class]):
+        shutil.copytree(path, folder / f"group{number // per_class}", dirs_exist_ok=True)
 
 
 def measure(arguments: Options) -> Iterator[Line]:
     """Train all runs; yields a result line for each."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        write_data(arguments.data, folder / "groups")
+        write_data(arguments.data, folder / "groups", IMAGES_PER_CLASS)
         first = load_preset(arguments.preset)
         train(first, arguments.data, first.seed, folder / "first")
         for seed in range(1, arguments.seeds + 1):

@@ -468,7 +468,7 @@ def main() -> None:
         folder = Path(temporary)
         records = repeated_records(arguments.data, folder / "records") if arguments.data.is_dir() else None
         if not records:
-            print(f"{arguments.data} is no folder: nothing is measured from JPEGs", file=sys.stderr)
+            print(f"{arguments.data} is not a folder: nothing is measured from JPEGs", file=sys.stderr)
         measurements: list[Callable[[], list[Row]]] = []
         for count in counts:
             measurements.append(partial(run_synthetic, count, arguments))

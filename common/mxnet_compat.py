@@ -14,13 +14,14 @@ import sys
 from importlib import metadata
 from typing import Any
 
-from common import mxnet_hook
+from common import mxnet_hook, mxnet_start
 from common.errors import ProgramError, UserError
 from common.packages import how_to_install
+from common.phases import IMPORTS, phase
 
 MAX_THREADS = 1024  # OpenMP crashes with many times more
 ENGINES = ("NaiveEngine", "ThreadedEngine", "ThreadedEnginePerDevice")
-PACKAGES_OF_MXNET = {"graphviz": "graphviz<0.9", "setuptools": "setuptools<81"}
+PACKAGES_OF_MXNET = {"graphviz": "graphviz<0.9"}
 
 mx: Any  # the mxnet module, imported at first use by __getattr__ below
 
@@ -76,13 +77,14 @@ def _missing(module: str) -> str:
 
 
 if "mxnet" not in sys.modules:
-    mxnet_hook.install()
+    mxnet_hook.install(mxnet_start.LOADERS)
 
 
 def __getattr__(name: str) -> Any:
     if name == "mx":
         threads_given = "mxnet" in sys.modules or given_threads()
-        mxnet = _import_mxnet()
+        with phase(IMPORTS):
+            mxnet = _import_mxnet()
         if not threads_given:  # MXNet has read the variable; child programs may have fewer cores
             os.environ.pop("OMP_NUM_THREADS", None)
         return mxnet

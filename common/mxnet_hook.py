@@ -10,9 +10,9 @@ from __future__ import annotations
 import importlib.machinery
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
-from types import CodeType, ModuleType, SimpleNamespace
+from types import CodeType, MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 FINANCIAL_FUNCTIONS = ("mirr", "npv", "pmt", "ppmt", "pv", "rate")
@@ -30,18 +30,18 @@ class MXNetHook:
         return spec
 
 
-def install() -> type[MXNetHook]:
-    """Patch MXNet when it is imported, with this copy of the hook in place of any other copy."""
+def install(more: Mapping[str, Callable[[str, str], Any]] = MappingProxyType({})) -> type[MXNetHook]:
+    """Patch MXNet when it is imported, with this copy of the hook in place of any other copy. `more`: further loaders,
+    by module."""
+    _LOADERS.update(more)
     others = [finder for finder in sys.meta_path if getattr(finder, "__name__", "") != MXNetHook.__name__]
     sys.meta_path[:] = [MXNetHook, *others]
     return MXNetHook
 
 
 def mend() -> None:
-    """Prepare NumPy, distutils and the environment for `import mxnet`."""
+    """Prepare NumPy and the environment for `import mxnet`."""
     _mend_numpy()
-    if sys.version_info >= (3, 12):
-        import setuptools  # noqa: F401  supplies distutils
     # oneDNN's subgraph fusion rewrites bound Symbols and gave wrong sums of residuals; our own passes do the fusing.
     os.environ.setdefault("MXNET_SUBGRAPH_BACKEND", "NONE")
     # Else the first softmax of a process prints eight lines about a copy that oneDNN makes.
@@ -112,6 +112,18 @@ class _RecordIOLoader(importlib.machinery.SourceFileLoader):
         return compile(source, self.path, "exec", dont_inherit=True)
 
 
+class _VersionLoader(importlib.machinery.SourceFileLoader):
+    """For modules that compare versions with distutils. Python 3.12 has removed it; before, setuptools takes its place,
+    whose import would take a seventh of MXNet's time."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        source = self.get_data(self.path)
+        for old in (b"LooseVersion", b"StrictVersion"):
+            source = source.replace(b"from distutils.version import " + old,
+                                    b"from packaging.version import Version as " + old)
+        return compile(source, self.path, "exec", dont_inherit=True)
+
+
 class _TextLoader(importlib.machinery.SourceFileLoader):
     """For a module that writes operators' parameters with str(): gives str() the behaviour of NumPy 1."""
 
@@ -131,9 +143,11 @@ def _text(value: object) -> str:
     return text
 
 
-_LOADERS: dict[str, type[importlib.machinery.SourceFileLoader]] = {
+_LOADERS: dict[str, Callable[[str, str], Any]] = {  # module -> its loader, of its name and file
     "mxnet": _MXNetLoader,
     "mxnet.recordio": _RecordIOLoader,
+    "mxnet.numpy_dispatch_protocol": _VersionLoader,
+    "mxnet.numpy_op_fallback": _VersionLoader,
     "mxnet._ctypes.ndarray": _TextLoader,
     "mxnet._ctypes.symbol": _TextLoader,
     "mxnet.io.io": _TextLoader,

@@ -79,7 +79,7 @@ def register(kind: str, name: str, made: Any, key: str = "", data_file: str = ""
     invalid name, or one that exists already."""
     file, line = (data_file, 0) if data_file else _caller()
     if not is_name(name):
-        raise fault(f"{name!r} is no name for a {kind}: give letters, digits, '_', '-' and '.'")
+        raise fault(f"{name!r} is not a valid name for a {kind}: give letters, digits, '_', '-' and '.'")
     record = _loading[-1] if _loading else ""
     key = f"{record} {key}" if key else name
     before = _registered.get((kind, key))
@@ -204,6 +204,24 @@ def forgotten() -> Iterator[None]:
         _registered.update(registered)
         _loaded.clear()
         _loaded.update(loaded)
+
+
+@contextlib.contextmanager
+def known_again(registered: Registered | None) -> Iterator[None]:
+    """Inside, an object has its name again, which another one of the same name may have taken since."""
+    if registered is None:
+        yield
+        return
+    key = registered.kind, registered.name
+    now = _registered.get(key)
+    _registered[key] = registered
+    try:
+        yield
+    finally:
+        if now:
+            _registered[key] = now
+        else:
+            del _registered[key]
 
 
 def restore(records: Sequence[str], place: str, run_folder: str = "",

@@ -116,6 +116,7 @@ def validations(lines: Iterable[Mapping[str, Any]]) -> list[Validation]:
     """
     found: dict[int, Validation] = {}
     left_out = 0.0  # seconds of the run that are not counted
+    step = 0  # the latest logged one; a checkpoint's is logged before its capture, which is its phase
     counted: dict[int, float] = {}  # optimizer steps done -> seconds counted by then
     is_first_session = True
     for line in lines:
@@ -123,11 +124,13 @@ def validations(lines: Iterable[Mapping[str, Any]]) -> list[Validation]:
         if event == "session":
             if not is_first_session:
                 left_out = line["time"] - counted.get(line["step"], 0.0)
-            is_first_session = False
+            is_first_session, step = False, line["step"]
         elif event == "phase" and line["name"] == "checkpoint":
             left_out += line["seconds"]
-        elif event in ("steps", "checkpoint"):  # a kill may precede the checkpoint's own line
-            counted[line["step"]] = line["time"] - left_out
+            counted[step] = line["time"] - left_out
+        elif event == "steps":
+            step = line["step"]
+            counted[step] = line["time"] - left_out
         elif event == "epoch" and line["val_top1"] is not None:
             found[line["epoch"]] = Validation(line["epoch"], line["time"] - left_out, line["val_top1"])
     return list(found.values())

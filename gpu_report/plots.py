@@ -46,7 +46,7 @@ def kernels(figures: Sequence[Figure], titles: Mapping[str, str], theme: Theme) 
     _logarithmic(*panels)
     panels[-1].set_xlabel("TFLOP/s, on a logarithmic scale", color=theme.muted)
     _in_columns(panels[0], theme)
-    return plots.Drawing(figure, theme)
+    return plots.Drawing(figure)
 
 
 def bars(figures: Sequence[Figure], title: str, unit: str, theme: Theme) -> plots.Drawing:
@@ -74,7 +74,7 @@ def bars(figures: Sequence[Figure], title: str, unit: str, theme: Theme) -> plot
     for precision in names:  # without repetitions, in order
         axes.plot([], [], "s", color=_colors(theme)[precision], label=precision)
     _in_columns(axes, theme)
-    return plots.Drawing(figure, theme)
+    return plots.Drawing(figure)
 
 
 def over_batches(figures: Sequence[Figure], theme: Theme) -> plots.Drawing:
@@ -108,7 +108,7 @@ def over_batches(figures: Sequence[Figure], theme: Theme) -> plots.Drawing:
         axes.yaxis.set_major_formatter("{x:,g}")
     # rates of small batches leave room there
     left.legend(loc="upper left", frameon=False, labelcolor=theme.text, fontsize=9)
-    return plots.Drawing(figure, theme)
+    return plots.Drawing(figure)
 
 
 def batch_of(figure: Figure) -> int:
@@ -130,7 +130,7 @@ def accuracy(figures: Sequence[Figure], title: str, price_per_second: float, the
         above.tick_params(colors=theme.muted, length=0)
         above.spines["top"].set_visible(False)
         axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=theme.text, pad=30)
-    return plots.Drawing(drawn, theme)
+    return plots.Drawing(drawn)
 
 
 def ratios(values: Mapping[str, Sequence[float]], devices: Sequence[str], meaning: str, theme: Theme) -> plots.Drawing:
@@ -160,7 +160,7 @@ def ratios(values: Mapping[str, Sequence[float]], devices: Sequence[str], meanin
     for device, color in zip(others, colors, strict=True):
         axes.plot([], [], "s", color=color, label=device)
     _in_columns(axes, theme, columns=2 if max(map(len, others)) < 45 else 1)
-    return plots.Drawing(figure, theme)
+    return plots.Drawing(figure)
 
 
 def _logarithmic(*panels: Axes) -> None:

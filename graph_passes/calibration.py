@@ -29,7 +29,7 @@ NUM_BINS = 2048  # bins of a histogram (128 levels for entropy): Migacz, '8-bit 
 _LEVELS = LARGEST + 1
 _STEP = 8  # step, in bins, between the limits tried for entropy: 0.4 % of the range
 # Operators whose output may become int8, in a graph of `folded`.
-_OBSERVED = ("Convolution", "AddRelu", "Pooling", "Flatten", "BatchNormRelu", "elemwise_add")
+_OBSERVED = ("Convolution", "AddRelu", "Pooling", "Flatten", "BatchNormRelu", "elemwise_add", "clip")
 
 _LAYERS = ("Convolution", "FullyConnected")  # whose input becomes int8
 

@@ -156,15 +156,15 @@ class Graph:
 
     def only_used_by_one(self, ref: Ref, *ops: str) -> Node | None:
         """The node that produces `ref`, if a fusion may absorb it: its operator is one of `ops`, `ref` has exactly one
-        reader and is no output of the graph, and its other outputs are unused."""
+        reader and is not an output of the graph, and its other outputs are unused."""
         node = self.nodes[ref.node]
         used = [Ref(node.name, i) for i in range(node.num_outputs) for _ in self.consumers.get(Ref(node.name, i), ())]
         used += [output for output in self.outputs if output.node == node.name]
         return node if node.op in ops and used == [ref] and ref not in self.outputs else None
 
     def sole_reader(self, ref: Ref, *ops: str) -> Node | None:
-        """The only reader of `ref`, if it reads it once, its operator is one of `ops`, and `ref` is no output of the
-        graph."""
+        """The only reader of `ref`, if it reads `ref` once, its operator is one of `ops`, and `ref` is not an output of
+        the graph."""
         readers = self.consumers.get(ref, ())
         return readers[0] if len(readers) == 1 and readers[0].op in ops and ref not in self.outputs else None
 
@@ -247,7 +247,7 @@ class Graph:
         """Read a Symbol JSON file, as `symbol.save(path)` writes it."""
         try:
             if Path(path).exists() and not Path(path).is_file():  # reading a pipe would block forever
-                raise OSError(errno.EINVAL, "it is no regular file")
+                raise OSError(errno.EINVAL, "it is not a regular file")
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "not a text file"
@@ -278,8 +278,9 @@ class Graph:
             kind = type(error).__name__
             raise GraphError(f"{source} is damaged or not a graph of MXNet ({kind}: {error}): {hint}") from None
 
-    def to_json(self) -> str:
-        """MXNet's Symbol JSON. Fused operators keep our names, which stock MXNet cannot load."""
+    def to_json(self, indent: int | None = 2) -> str:
+        """MXNet's Symbol JSON. Fused operators keep our names, which stock MXNet cannot load. `indent`: None writes all
+        on one line, in a third of the time."""
         ids = {name: i for i, name in enumerate(self.nodes)}
         versions: Counter[str] = Counter()  # nnvm counts how often a variable has been written
         nodes, row = [], [0]
@@ -297,7 +298,7 @@ class Graph:
             "heads": [[ids[ref.node], ref.output, 0] for ref in self.outputs],
             "attrs": self.attrs or {"mxnet_version": ["int", 10901]},
         }
-        return json.dumps(document, indent=2)
+        return json.dumps(document, indent=indent)
 
 
 def unused_name(name: str, taken: Container[str]) -> str:

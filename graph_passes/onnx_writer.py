@@ -258,9 +258,9 @@ def _batch_norm(node: Node) -> OnnxOperators:
 
 def _layer_norm(node: Node) -> OnnxOperators:
     """ONNX normalises the last dimensions, so images are transposed to channels-last and back."""
-    _require(node, "axis", 1, -1)
+    _require(node, "axis", 1, 3, -1)
     attributes = {"axis": -1, "epsilon": node["eps"]}
-    if node["axis"] == -1:
+    if node["axis"] in (3, -1):  # of images in NCHW, or of any tensor
         return [OnnxOperator("LayerNormalization", attributes)]
     return [OnnxOperator("Transpose", {"perm": _IMAGES_LAST}, inputs=(0,)),
             OnnxOperator("LayerNormalization", attributes, inputs=(1, 2)),

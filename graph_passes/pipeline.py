@@ -42,6 +42,7 @@ def training_passes(shapes: Shapes, dtype: str, price: Price, grouped: bool = Fa
     listed: dict[str, Pass] = {
         "draw_masks": lambda graph: passes.draw_masks(graph, shapes["data"][0]),
         **FUSED,
+        "layer_scale": passes.layer_scale,
         "fold_frozen": passes.fold_frozen,
         "gradient": lambda graph: passes.gradient(graph, shapes),
         "gradient_add": passes.gradient_add,
@@ -62,6 +63,7 @@ def inference_passes(dtype: str, price: Price) -> dict[str, Pass]:
     return {
         "remove_dropout": passes.remove_dropout,
         **FUSED,
+        "layer_scale": passes.layer_scale,
         "fold_bn": passes.fold_bn,
         "precision": lambda graph: passes.precision(graph, dtype),
         "softmax_bias": softmax_bias,
@@ -78,7 +80,7 @@ def quantised_passes(dtype: str, scales: Scales, kept: Kept = CLASSIFIER_KEPT) -
         "conv_epilogue": lambda graph: conv_epilogue(saturate_clip(graph), groups=True),
         "quantise": lambda graph: quantise(graph, scales, kept),
     }
-    return {name: each for name, each in listed.items() if name != "cover"}
+    return {name: each for name, each in listed.items() if name not in ("layer_scale", "cover")}
 
 
 def gpu_quantised_passes(dtype: str, scales: Scales, kept: Kept, price: Price) -> dict[str, Pass]:

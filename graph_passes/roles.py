@@ -57,11 +57,17 @@ def weights(graph: Graph) -> frozenset[str]:
     return frozenset(name for name, use in uses(graph).items() if use.input in ("weight", "parameters"))
 
 
+def images(graph: Graph) -> frozenset[Ref]:
+    """The network's images, as they are given and with rows and columns in reverse order."""
+    reverse = (Ref(node.name) for node in graph.consumers.get(Ref("data"), ()) if node.op == "reverse")
+    return frozenset((Ref("data"), *reverse))
+
+
 def first_weights(graph: Graph) -> frozenset[str]:
     """Weights of the convolutions that read the images."""
-    images = {Ref("data"), *(Ref(node.name) for node in graph.consumers.get(Ref("data"), ()) if node.op == "reverse")}
+    given = images(graph)
     return frozenset(name for name, use in uses(graph).items()
-                     if use.input == "weight" and use.node.inputs[0] in images)
+                     if use.input == "weight" and use.node.inputs[0] in given)
 
 
 CLASSIFIERS = ("FullyConnected", "Convolution")

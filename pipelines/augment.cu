@@ -78,7 +78,7 @@ struct Colour {
 // as eight additions.
 constexpr float UNITS = 8388608.f;
 
-// Round to the nearest byte value, returned as a float; as a byte.
+// Both round to the nearest byte value: `to_level` returns a float, `to_byte` a byte.
 __device__ inline float to_level(float v) { return (fminf(fmaxf(v, 0.f), 255.f) + UNITS) - UNITS; }
 __device__ inline uint8 to_byte(float v) { return uint8(__float_as_uint(fminf(fmaxf(v, 0.f), 255.f) + UNITS)); }
 
@@ -302,8 +302,8 @@ __device__ inline void sum_rows(const Window &window, const Rectangle hole, cons
     }
 }
 
-// Resizes ROWS rows of an image and calls write(row, column, colour) for each pixel, not yet rounded. One thread per
-// output column.
+// Resizes ROWS rows of an image and calls write(row, column, colour) for each pixel; the colour is not rounded. One thread
+// per output column.
 template <bool CUBIC, class Write>
 __device__ inline void resized(const Window window, const Finish &how, int height, int width, Sums &sums, Write write) {
     const Axis<CUBIC> down(window.height, height), along(window.width, width);

@@ -55,7 +55,7 @@ def make_records(options: MakeRecordsOptions) -> int:
                             "ILSVRC2012 has them: leave it out")
         known = class_list(classes, separator=None) if classes else read_classes(output)
         if options.split not in (None, kind):
-            raise DataError(f"{source}: holds the {kind} images, not those of {options.split}; leave out --split")
+            raise DataError(f"{source}: holds the {kind} images, not the {options.split} images; leave out --split")
         plans = {kind: plan_train_tar(source, known) if kind == "train" else plan_val_tar(source, labels, known)}
     else:
         if classes:

@@ -3,7 +3,7 @@
 A CRC is linear. Let R(x) be the register after the bytes x, starting from 0, and S_k(r) the register r after k zero
 bytes. Then R(x y) = S_len(y)(R(x)) xor R(y). So neighbouring blocks of equal length are joined pair by pair, all pairs
 at once, until one block is left. S_k takes two table lookups, one for each half of the register.
-Source: https://www.rfc-editor.org/rfc/rfc3720#section-12.1; the mask is that of tensorflow/core/lib/hash/crc32c.h.
+Source: https://www.rfc-editor.org/rfc/rfc3720#section-12.1; the mask is from tensorflow/core/lib/hash/crc32c.h.
 """
 
 from __future__ import annotations

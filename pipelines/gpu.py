@@ -19,7 +19,7 @@ from pipelines.errors import DataError
 
 
 class GpuDevice:
-    """A GPU with MXNet's memory and a stream of its own, which has priority over the training step's stream.
+    """A GPU with MXNet's memory and a separate stream, which has priority over the training step's stream.
 
     Raises DataError if the package that compiles the kernels is missing.
     """
@@ -50,7 +50,7 @@ class GpuDevice:
         return int(address.value or 0)
 
     def upload(self, array: Any, values: np.ndarray) -> None:
-        # The caller may overwrite `values` at once: CUDA first copies memory that is not pinned to a buffer of its own.
+        # The caller may overwrite `values` at once: CUDA first copies memory that is not pinned to an internal buffer.
         status, = self._driver.cuMemcpyHtoDAsync(
             self.address(array), values.ctypes.data, values.nbytes, int(self._stream.handle))
         if int(status):

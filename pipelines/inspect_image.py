@@ -65,7 +65,7 @@ def inspect_image(encoded: bytes, max_pixels: int = MAX_PIXELS, decode: bool = T
     ImageFile.LOAD_TRUNCATED_IMAGES = False
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # odd metadata is no fault
+            warnings.simplefilter("ignore")  # odd metadata is not a fault
             with Image.open(io.BytesIO(encoded)) as image:
                 image_format, mode = image.format or "unknown", image.mode
                 if image.width * image.height > max_pixels:

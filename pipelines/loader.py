@@ -162,7 +162,7 @@ class Loader(ABC):
             if config.repeated_augmentation > global_batch:
                 raise DataError(
                     f"--repeated-augmentation {config.repeated_augmentation} is more than the {global_batch} images of "
-                    "a batch, but all copies of an image must fit into one batch; lower it"
+                    "a batch, but all copies of an image must fit into one batch; lower --repeated-augmentation"
                 )
         else:
             self.num_batches = -(-num_images // global_batch)

@@ -209,7 +209,7 @@ def read_labels(path: Path, names: list[str], classes: Classes) -> dict[str, int
 class Options:
     """How images are written; raises DataError for an invalid value."""
 
-    resize: int = 0  # a longer shorter side is shrunk to this many pixels; 0: images are copied as they are
+    resize: int = 0  # a longer shorter side is shrunk to this many pixels; 0: images are copied unchanged
     quality: int = 95  # JPEG quality of resized images
     seed: int = 0  # of the shuffle
     num_threads: int = 0

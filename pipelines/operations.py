@@ -199,7 +199,7 @@ def applied(images: Any, these: Numbers, used: frozenset[str], fill: float, size
 
     def sharpness(image: Any, kernel: Any, size: Any) -> Any:
         change = fn.filter(image, kernel, mode="valid", dtype=types.FLOAT)
-        # Pillow leaves the outermost pixels as they are.
+        # Pillow does not change the outermost pixels.
         whole = {"start": (-1, -1), "shape": fn.cast(size, dtype=types.INT32), "axis_names": "HW"}
         return _cut(image + fn.slice(change, **whole, out_of_bounds_policy="pad"))
 
@@ -248,7 +248,7 @@ def _cut(image: Any) -> Any:
 
 
 def _auto_contrast(image: Any) -> Any:
-    """Pillow's ImageOps.autocontrast: stretches each channel to 0 to 255; a channel of a single value stays as it is.
+    """Pillow's ImageOps.autocontrast: stretches each channel to 0 to 255; a channel of a single value does not change.
     """
     low = fn.reductions.min(image, axis_names="HW", keep_dims=True)
     high = fn.reductions.max(image, axis_names="HW", keep_dims=True)
@@ -268,6 +268,6 @@ def _equalized(image: Any) -> Any:
     below = image < fn.reductions.max(image, axis_names="HW", keep_dims=True)
     counted = fn.reductions.sum(fn.cast(below, dtype=types.FLOAT), axis_names="HW", keep_dims=True)
     step = dali_math.floor(counted / 255.0)
-    usable = fn.cast(step > 0.0, dtype=types.FLOAT)  # with fewer pixels, Pillow leaves the image as it is
+    usable = fn.cast(step > 0.0, dtype=types.FLOAT)  # with fewer pixels, Pillow does not change the image
     scaled = exact * (counted / (255.0 * dali_math.max(step, 1.0)))
     return fn.cast(usable * scaled + (1.0 - usable) * image, dtype=types.UINT8)

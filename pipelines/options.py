@@ -156,7 +156,7 @@ class MakeSamplesOptions:
     """Draw the built-in sample set: twelve classes of textures as JPEG files in class folders."""
 
     output: Path
-    """The folder to write; a set that is there already is left as it is."""
+    """The folder to write; a set that is there already is not changed."""
     num_train: int | None = None
     """Training images of each class; default: as many as `python -m train --data samples` draws."""
     num_val: int | None = None

@@ -247,7 +247,7 @@ def _in_order(images: Any) -> tuple[list[Any], bool]:
     if isinstance(images, str) and not images:
         raise TrainError("the path of the images is empty: give a file, a folder, or images")
     if isinstance(images, (Set, Mapping)):
-        raise TrainError(f"a {type(images).__name__} is no list of images: give a list; the results have its order")
+        raise TrainError(f"a {type(images).__name__} is not a list of images: give a list; the results have its order")
     if hasattr(images, "read"):
         raise TrainError(f"images is an open file ({type(images).__name__}): give its path or its bytes")
     return listed(images)

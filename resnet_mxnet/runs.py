@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from common.phases import phases
 from resnet_mxnet.networks import TrainedNetwork, load
 from train.command_line import values_of
 from train.commands import train as command
@@ -86,6 +87,7 @@ def train(*, callbacks: Sequence[Any] = (), **options: Any) -> Run:
         StoppedBySignal: Ctrl-C (in a notebook: interrupt), SIGTERM or SIGHUP arrived, in the main thread. The run is
             saved; `train(resume=folder)` resumes it. In other threads signals are left to the program.
     """
+    phases.begin()
     return Run.read(command.run(values_of(Config, options, command="train"), callbacks))
 
 
@@ -135,7 +137,7 @@ def compare(*folders: str | os.PathLike[str], accuracies: Sequence[float] = ()) 
 def _folder(given: Any) -> Path:
     """The folder that a program has passed. Raises TrainError for "" (the working folder), and unless it is a path."""
     if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
-        raise TrainError(f"{given!r} is no folder: give the path of a run, or of a folder that holds runs")
+        raise TrainError(f"{given!r} is not a folder: give the path of a run, or of a folder that holds runs")
     return Path(given)
 
 

@@ -27,7 +27,7 @@ import numpy as np
 import pytest
 import side_by_side
 
-from common import plugins
+from common import plugins, quiet
 from common.nvidia_gpus import find_gpus
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -106,6 +106,14 @@ def own_plugins() -> Iterator[None]:
     with plugins.forgotten():
         yield
     plugins._told.clear()
+
+
+@pytest.fixture(autouse=True)
+def own_lines() -> Iterator[None]:
+    """What C++ libraries write to stderr in a test appears there, and not in the next one."""
+    yield
+    for pass_on in quiet.on_their_way:
+        pass_on()
 
 
 @pytest.fixture

@@ -171,8 +171,8 @@ def test_an_operation_that_fails_is_no_error_to_mxnet(build, source):
 
 
 def test_what_a_loss_needs_is_mended(build, source):
-    """A failed operation of the host ends Horovod; an ended queue takes nothing; Gloo's thread throws nothing, and
-    notifies all waiting threads."""
+    """A failed operation on the CPU ends Horovod. A tensor queue that has ended accepts no more tensors. Gloo's thread
+    throws no exception, and notifies all waiting threads."""
     build.mend(source)
     read = {name: (source / name).read_text() for name in LOSS}
     operations = read["horovod/common/operations.cc"]

@@ -104,23 +104,23 @@ from train import TrainError
 from train.command_line import read
 from train.config import Config, configure
 from train.presets import load_preset
-values = read(Config, ["--optimizer", "rmsprop", "--rho", "0.5"], command="train")
+values = read(Config, ["--optimizer", "qhm", "--nu", "0.5", "--momentum", "0.75"], command="train")
 configured = configure(values, load_preset("cpu_sample"))
 rule = optimizers.create(configured.optimizer, vars(configured))
-assert rule.rho == 0.5 and rule.kernel_constants == (0.5, 0.5, configured.epsilon)
+assert rule.kernel_constants == (0.75, 0.25, 0.5, 0.5)
 for convert in (np.array, mx.nd.array):
     weight, gradient = convert(np.full(8, 2.0, np.float32)), convert(np.full(8, 3.0, np.float32))
     optimizer = optimizers.ArrayOptimizer(rule, {"w": weight}, {"w": gradient}, {"w"})
-    optimizer.step(0.1, scale=2.0)  # g = 6, v = 18
-    wanted = 2.0 - 0.1 * (6.0 / (np.sqrt(18.0) + rule.epsilon) + rule.weight_decay * 2.0)
+    optimizer.step(0.1, scale=2.0)  # g = 6, m = 1.5
+    wanted = 2.0 - 0.1 * (0.5 * 6.0 + 0.5 * 1.5 + rule.weight_decay * 2.0)
     got = weight if convert is np.array else weight.asnumpy()
     np.testing.assert_allclose(got, wanted, rtol=1e-6)
 try:
-    configure({"rho": 0.5}, load_preset("cpu_sample"))
+    configure({"nu": 0.25}, load_preset("cpu_sample"))
 except TrainError as error:
-    assert str(error).startswith("--rho is for --optimizer rmsprop"), error
+    assert str(error).startswith("--nu is for --optimizer qhm"), error
 else:
-    raise AssertionError("--rho is not refused with other optimizers")
+    raise AssertionError("--nu is not refused with other optimizers")
 """
 DATA_FORMAT = """
 import numpy as np
@@ -289,7 +289,7 @@ def test_kernels_compile(extended: Path) -> None:
     sources = extended / "graph_passes/executors/cuda/kernels"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel_library, "SOURCES", sources)
-        for source, kernel in (("add_add.cu", "add_add<half>"), ("optimizer.cu", "update<half, RmsProp>")):
+        for source, kernel in (("add_add.cu", "add_add<half>"), ("optimizer.cu", "update<half, Qhm>")):
             try:
                 cubin, _ = kernel_library.compile_kernel(source, kernel, "sm_90a")
             except (ImportError, RuntimeError, OSError) as error:

@@ -142,6 +142,29 @@ def test_numpy_gets_back_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
         old.pmt(0.1, 2, 3)
 
 
+def test_operators_of_mxnet_are_made_at_their_first_call() -> None:
+    """MXNet would compile 2,500 functions at its import, and import slow packages that it hardly uses."""
+    program = """if True:
+        import sys
+        from common.mxnet_compat import mx
+        print(*{"onnx", "setuptools", "pkg_resources", "urllib3"} & sys.modules.keys())
+        from mxnet.ndarray import register
+        made, generate = [], register._generate_ndarray_function_code
+        register._generate_ndarray_function_code = lambda handle, name, *args: (
+            made.append(name), generate(handle, name, *args))[1]
+        for _ in range(2):
+            print(mx.nd.exp(mx.nd.relu(mx.nd.array([-1, 0]))).asnumpy().tolist(), made.count("relu"))
+        print(*mx.sym.FullyConnected(mx.sym.Variable("data"), num_hidden=2, name="fc").list_arguments())
+    """
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.stdout == "\n[1.0, 1.0] 1\n[1.0, 1.0] 1\ndata fc_weight fc_bias\n", done.stderr
+
+
+def test_rare_modules_of_mxnet_are_there_when_they_are_used() -> None:
+    mx = importlib.import_module("common.mxnet_compat").mx
+    assert mx.test_utils.almost_equal(np.ones(2), np.ones(2)) and callable(mx.contrib.quantization.quantize_model)
+
+
 def test_records_with_several_labels() -> None:
     recordio = importlib.import_module("common.mxnet_compat").mx.recordio
     packed = recordio.pack(recordio.IRHeader(0, [1, 2.5], 3, 4), b"image")

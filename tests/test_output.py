@@ -127,8 +127,8 @@ def test_all_programs_end_in_the_same_way():
     programs = [path for package in ("train", "gpu_report", "pipelines", "graph_passes", "benchmarks")
                 for path in ROOT.glob(f"{package}/**/*.py") if '__name__ == "__main__"' in path.read_text()]
     others = {path.stem for path in programs if not re.search(r"exit_code_of\(|\brun\(main\)", path.read_text())}
-    assert others == {"guard", "parity_peer", "peer_cifar10", "peer_finetune", "peer_pytorch", "peer_recipe",
-                      "peer_rnn", "peer_weights"}
+    assert others == {"guard", "parity_peer", "peer_cifar10", "peer_finetune", "peer_lite", "peer_pytorch",
+                      "peer_recipe", "peer_rnn", "peer_weights"}
 
 
 @pytest.mark.parametrize("end", ["", "\n"], ids=["half a line", "a line"])

@@ -49,7 +49,7 @@ WRONG = {
     "1 / 0": "the plug-in failed at {file}:1: ZeroDivisionError: division by zero",
     "def f(:": "the plug-in {file}:1 is not valid Python (",
     "x = 1\0": "the plug-in {file}:1 is not valid Python (",
-    "from train.plugins import metric\nmetric(3)": "{file}:2: the metric 3 is no function: write def, with",
+    "from train.plugins import metric\nmetric(3)": "{file}:2: the metric 3 is not a function: define one with def,",
     "import functools\nfrom train.plugins import metric\nmetric(functools.partial(max))":
         "{file}:3: functools.partial(<built-in function max>) has no name: give one, as in rm.metric(\"mine\")(...)",
     "x = 1": "the plug-in {file} registers nothing: put a decorator such as @model before each thing that it adds",
@@ -71,7 +71,7 @@ WRONG = {
     "from train.plugins import loss\n@loss('a', probabilities='none')\ndef b(scores, targets): pass":
         "{file}:2: probabilities is 'none': give 'softmax' or 'sigmoid'",
     "from train.plugins import model\n@model('my net')\ndef a(num_classes): pass":
-        "{file}:2: 'my net' is no name for a model",
+        "{file}:2: 'my net' is not a valid name for a model",
     "from train.plugins import callback\n@callback\ndef at_end(): pass":
         "{file}:2: the callback at_end has at_end, which is never called: the hooks are on_run_start, on_epoch_end",
     "from train.plugins import callback\n@callback\nclass C:\n  def on_epoch(self): pass":

@@ -90,6 +90,26 @@ def test_every_command_has_its_function(module):
         assert callable(command.load())
 
 
+# What a command must not import before it knows that it needs it: seconds for packages, tenths for the cuda executor.
+UNUSED = {"onnx", "onnxruntime", "matplotlib", "tensorboardX", "horovod", "setuptools", "pkg_resources", "IPython",
+          "graph_passes.executors.cuda.executor"}
+
+
+@pytest.mark.parametrize("module, unused", [
+    ("train.commands.train", UNUSED | {"nvidia.dali"}),
+    ("train.commands.validate", UNUSED | {"nvidia.dali"}),
+    ("train.commands.export", UNUSED | {"nvidia.dali"}),
+    ("train.commands.predict", UNUSED),
+    ("train.commands.embed", UNUSED),
+    ("train.commands.quantize", UNUSED),
+    ("train.commands.runs", UNUSED | {"nvidia.dali", "mxnet"}),
+])
+def test_a_command_imports_what_it_needs(module, unused):
+    program = f"import {module}, sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert unused & set(done.stdout.split()) == set()
+
+
 IN_A_LAUNCHER = [
     ("train.processes.launch -n 2", "train.config"),
     ("train.processes.launch -n 2", "horovod.runner.gloo_run"),

@@ -76,6 +76,7 @@ def light_run() -> Callable[..., int]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(session, "LOADER_SECONDS", 0.05)  # no test here looks at the loader's speed
             if not report:
+                patch.setattr(session, "prepare_report", lambda: None)
                 patch.setattr(session, "write_report", lambda folder, record: folder)
                 patch.setattr(session, "has_predictions", lambda trainer, recorder: False)
             return program.main([str(argument) for argument in arguments])

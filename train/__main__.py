@@ -9,6 +9,7 @@ from train.processes.signals import STOPPED_EARLY, StoppedBySignal, guard, inter
 if __name__ == "__main__":
     leave_at(signal.SIGINT)
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -17,19 +18,20 @@ from functools import partial
 from common.command_line import HELP, VERSION, VERSIONS, describe_commands, exit_code_of
 from common.errors import ProgramError
 from common.output import make_lasting
+from common.phases import IMPORTS, described, phases, process_seconds
 from common.program import summaries
 from train import run_folder
 from train.command_line import COMMANDS, OF_ONE_PROCESS, PROG, command_options, understood, with_plugins
 from train.errors import TrainError
 from train.presets import presets
-from train.processes.invocation import is_of_several
+from train.processes.invocation import is_of_several, naming_machine
 from train.processes.pulse import pulse
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command and return the exit code. A user's mistake is printed on stderr as one sentence, with code 2."""
     try:
-        return exit_code_of(partial(_run, arguments))
+        return exit_code_of(naming_machine()(partial(_run, arguments)))
     finally:
         run_folder.give_back()
 
@@ -50,10 +52,15 @@ def _run(arguments: Sequence[str]) -> int:
             make_lasting()
         if __name__ == "__main__":
             guard(speaks=is_first())  # before the imports, because they start threads
+        phases.begin()
         run = command.load()
         if __name__ == "__main__":
             signal.signal(signal.SIGINT, interrupt)
+            phases.begin(process_seconds(), spent_on=IMPORTS)
+        profiled = values.pop("profile_start", False)
         run(with_plugins(values))
+        if profiled and is_first():
+            print(described(phases.take(), phases.total), file=sys.stderr)
         if __name__ == "__main__":
             # the work is done: from here on Ctrl-C ends the process silently
             signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -86,5 +93,6 @@ def _check_processes(name: str) -> None:
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
+    gc.freeze()  # else the collector looks through all objects several times at exit, which takes a quarter of a second
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(code)

@@ -7,18 +7,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import psutil
 
+import pipelines
 from common.command_line import option_name
+from common.phases import DATA, NETWORK, phase
 from graph_passes import Graph, GraphError, Ref, passes
 from graph_passes.errors import CapacityError
 from graph_passes.executors import Executor, create_executor
-from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from graph_passes.passes.freeze import BACKBONE
-from pipelines import DEFAULT_HW_DECODER_LOAD, Loader, LoaderConfig, open_loader
+from pipelines import Loader, LoaderConfig
 from pipelines.options import SAMPLES
 from pipelines.samples import SAMPLES_FOLDER, make_samples
 from pipelines.sources import Classes, splits_of
@@ -37,6 +38,9 @@ from train.processes.distributed import Workers, is_elastic
 from train.recording.metrics import TRAINING_IMAGES, VALIDATION
 from train.schedule import image_sizes
 from train.weights.int8_file import Int8Network, executor_of
+
+if TYPE_CHECKING:
+    from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 
 # MXNet's memory for a training step on the CPU, divided by our planner's estimate for the same graph. Measured: 1.17
 # for each further image of 224 pixels in ResNet-50 (batch 2, 8 and 16), plus half a GiB.
@@ -80,6 +84,7 @@ def loader_settings(options: LoaderOptions, config: Config, placement: Placement
     }
 
 
+@phase(DATA)
 def open_split(config: Config, split: str, placement: Placement, workers: Workers, classes: Classes | None = None,
                whose: str = "") -> Loader:
     """The loader of this process's shard of the split "train" or "val". Raises DataError or TrainError.
@@ -93,8 +98,8 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
     options = config
     # a fixed share instead of the fastest one: an image's pixels depend on its decoder
     if config.hw_decoder_load < 0 and config.deterministic:
-        options = replace(config, hw_decoder_load=DEFAULT_HW_DECODER_LOAD)
-    loader = open_loader(
+        options = replace(config, hw_decoder_load=pipelines.DEFAULT_HW_DECODER_LOAD)
+    loader = pipelines.open_loader(  # imports DALI, which a program without data does not need
         LoaderConfig(
             data=str(SAMPLES_FOLDER) if config.data == SAMPLES else config.data,
             split=split,
@@ -136,8 +141,8 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
 
 
 def open_data(values: Mapping[str, Any], split: str) -> Loader:
-    """The loader of a split for a program of its own. `values`: given options of the command `train`. Raises
-    UserError."""
+    """The loader of a split, for a program that is not a training run. `values`: given options of the command `train`.
+    Raises UserError."""
     if split not in SPLITS:
         raise TrainError(f"there is no split {split!r}: give {' or '.join(map(repr, SPLITS))}")
     workers = Workers()
@@ -210,6 +215,8 @@ def join_bn_group(config: Config, placement: Placement, workers: Workers) -> Sta
         if workers.local_size % size:
             raise TrainError(f"--bn-group {size} does not divide the number of processes on this machine, "
                              f"{workers.local_size}: give one that does, or leave it out")
+        from graph_passes.executors.cuda.statistics_group import StatisticsGroup
+
         group = StatisticsGroup(workers.local_rank)
         invitation = group.invitation
     own = workers.local_rank % size
@@ -271,6 +278,7 @@ def training_graph(config: Config, network: Network, class_weights: Sequence[flo
     return passes.dropout(graph, config.dropout)
 
 
+@phase(NETWORK)
 def check_memory(config: Config, num_classes: int, image_size: int, placement: Placement, training: bool = True
                  ) -> None:
     """Raise CapacityError if this machine's memory is too small for a training step, or for inference, on the CPU: the
@@ -298,6 +306,7 @@ def check_memory(config: Config, num_classes: int, image_size: int, placement: P
         )
 
 
+@phase(NETWORK)
 def build_executor(
     config: Config,
     num_classes: int,
@@ -344,6 +353,7 @@ def build_executor(
     return executor
 
 
+@phase(NETWORK)
 def inference_executor(trained: Checkpoint, int8: Int8Network | None, config: Config, placement: Placement) -> Executor:
     """The executor of a trained network for images of `config.inference_image_size`; in INT8 if `int8` is given. Raises
     GraphError or TrainError."""

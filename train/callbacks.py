@@ -24,6 +24,7 @@ from train.processes.signals import StoppedBySignal
 # Horovod's exceptions that end a session of an elastic run; the next session continues (compared by name, as in
 # distributed.py).
 SESSION_ENDS = ("HorovodInternalError", "HostsUpdatedInterrupt")
+ON_CHECKPOINT = "on_checkpoint"
 
 
 @dataclass
@@ -57,7 +58,8 @@ class Wish(NamedTuple):
 def check_callbacks(callbacks: Any) -> None:
     """Raise TrainError for objects that `Callbacks.add` cannot call."""
     if not isinstance(callbacks, (list, tuple)):
-        raise TrainError(f"callbacks={callbacks!r} is no list: give a list of functions, as in callbacks=[stop_early]")
+        raise TrainError(f"callbacks={callbacks!r} is not a list: give a list of functions, as in "
+                             "callbacks=[stop_early]")
     for made in callbacks:
         if any(hasattr(made, hook) for hook in HOOKS):
             continue
@@ -84,8 +86,8 @@ class Callbacks:
         self._failure = ""
 
     def add(self, callbacks: Iterable[Any]) -> None:
-        """Add callbacks of the program that started the run, the same in all processes: objects that
-        `train.plugins.callback` accepts, or functions with any name, which are called at the end of each epoch."""
+        """Add callbacks of the program that started the run, which must be the same in all processes. A callback is an
+        object that `train.plugins.callback` accepts, or a function with any name, called at the end of each epoch."""
         for made in callbacks:
             name = getattr(made, "__name__", type(made).__name__)
             code = getattr(made, "__code__", None)
@@ -95,6 +97,11 @@ class Callbacks:
     def __bool__(self) -> bool:
         """Whether there are any callbacks; equal in all processes."""
         return bool(self._registered)
+
+    @property
+    def hear_checkpoints(self) -> bool:
+        """Whether any of them is told of checkpoints; equal in all processes."""
+        return any(hasattr(each.made, ON_CHECKPOINT) or each.name == ON_CHECKPOINT for each in self._registered)
 
     @property
     def wish(self) -> Wish:
@@ -114,7 +121,7 @@ class Callbacks:
 
     def saved(self, path: Path) -> None:
         """A checkpoint has been written."""
-        self._call("on_checkpoint", path)
+        self._call(ON_CHECKPOINT, path)
 
     def end(self, reason: str) -> None:
         self._call("on_run_end", reason)

@@ -31,6 +31,7 @@ import shutil
 import zipfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ import numpy as np
 
 from common import plugins
 from common.files import replacing, way_out
+from common.phases import WEIGHTS, phase
 from pipelines.sources import Classes
 from train import models
 from train.config import Config
@@ -109,7 +111,7 @@ class Checkpoint:
         """The checkpoint's name in messages."""
         return f"the checkpoint {self.file or 'in memory'}"
 
-    @property
+    @cached_property
     def num_classes(self) -> int:
         return models.num_classes(self.config.model, self.params)
 
@@ -219,6 +221,7 @@ def read_outcomes(path: Path) -> tuple[Progress, Arrays] | None:
         return None
 
 
+@phase(WEIGHTS)
 def load_checked(path: Path) -> Checkpoint:
     """Like `load`, but also checks that the arrays match the network and are finite. Raises TrainError."""
     checkpoint = load(path)

@@ -1,4 +1,4 @@
-"""Maps the classes of a data set to those of a network, by name, because the two may number them differently."""
+"""Maps the classes of a data set to a network's classes by name, because their numbers may differ."""
 
 from __future__ import annotations
 

@@ -162,12 +162,12 @@ def configure(values: Mapping[str, Any], default: Config) -> Config:
     if (not given.isdisjoint(("schedule", "decay_epochs", "epochs")) and config.schedule == "step"
             and min(config.decay_epochs) >= config.epochs):
         raise TrainError(f"--decay-epochs {shown(config.decay_epochs)} is beyond the run of {config.epochs} epochs, "
-                         "whose learning rate would never fall; lower it")
+                         "whose learning rate would never fall; lower --decay-epochs")
     if (not given.isdisjoint(("first_image_size", "resize_epochs")) and config.first_image_size
             and config.resize_epochs[0] >= config.epochs):  # only if given: a preset may be tried with fewer epochs
         raise TrainError(f"--resize-epochs {shown(config.resize_epochs)} is beyond the run of {config.epochs} epochs, "
                          f"whose images would all have the {config.first_image_size} pixels of --first-image-size; "
-                         "lower it")
+                         "lower --resize-epochs")
     for name in ("patience", "target_accuracy"):
         if values.get(name) and not config.validate_every:
             raise TrainError(f"{option_name(name)} {values[name]:g} needs the accuracy in validation, and "
@@ -237,11 +237,12 @@ def check(config: Config) -> None:
         raise TrainError(f"--decay-epochs {shown(config.decay_epochs)} must rise")
     if config.final_learning_rate > config.learning_rate and config.schedule != "step":
         raise TrainError(f"--final-learning-rate {config.final_learning_rate:g} is above --learning-rate "
-                         f"{config.learning_rate:g}, from which it is to fall; lower it")
+                         f"{config.learning_rate:g}, from which the learning rate is to fall; lower "
+                         "--final-learning-rate")
     if config.first_image_size > config.image_size:
         raise TrainError(
             f"--first-image-size {config.first_image_size} is larger than --image-size {config.image_size}, to which "
-            f"it is to rise; lower it"
+            "the size is to rise; lower --first-image-size"
         )
     if config.resize_epochs[1] > 0 and not config.first_image_size:
         raise TrainError("--resize-epochs is given without --first-image-size, from which the size is to rise; add "
@@ -252,10 +253,11 @@ def check(config: Config) -> None:
     if config.bce_threshold >= 1 - config.label_smoothing:
         raise TrainError(f"--bce-threshold {config.bce_threshold:g} is not below {1 - config.label_smoothing:g}, the "
                          f"largest target with --label-smoothing {config.label_smoothing:g}: no target would become 1; "
-                         "lower one of them")
+                         "lower --bce-threshold or --label-smoothing")
     if config.warmup_epochs > config.epochs:
         raise TrainError(
-            f"--warmup-epochs {config.warmup_epochs:g} is longer than the run of {config.epochs} epochs; lower it"
+            f"--warmup-epochs {config.warmup_epochs:g} is longer than the run of {config.epochs} epochs; lower "
+            "--warmup-epochs"
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from common.command_line import part_of
 from common.mxnet_compat import mx
 from common.nvidia_gpus import GpuInfo, find_gpus
+from common.phases import DEVICE, phase
 from graph_passes import GraphError
 from graph_passes.executors.cuda.requirements import check_requirements
 from pipelines.options import SAMPLES
@@ -28,6 +29,7 @@ class Placement(NamedTuple):
     note: str  # a remark on the choice for the user, or ""
 
 
+@phase(DEVICE)
 def default_config(values: Mapping[str, Any], local_rank: int) -> Config:
     """The preset that the command line names. If it names none: fine-tuning with --weights, ImageNet's recipe for the
     user's own data on a GPU, otherwise the sample set's."""
@@ -44,6 +46,7 @@ def default_config(values: Mapping[str, Any], local_rank: int) -> Config:
     return load_preset(IMAGENET_PRESET if on_gpu else DEFAULT_PRESET)
 
 
+@phase(DEVICE)
 def choose(config: Config, local_rank: int) -> Placement:
     """The device and executor of this process. Raises TrainError if the requested ones are not available."""
     placement = _place(config, local_rank)

@@ -115,6 +115,7 @@ class Trainer:
         run = LiveRun(run_folder, config.to_dict(), list(train_loader.class_names), workers.size)
         self.callbacks = Callbacks(config, run, workers.rank == 0)
         self.saver.on_saved = self.callbacks.saved
+        self.during_last_save: Callable[[], None] = lambda: None  # called while the last checkpoint is written
         # receives the metrics that were requested at the last log line
         self.receive_metrics: Callable[[], Metrics] | None = None
         step = self.state.progress.step
@@ -147,7 +148,7 @@ class Trainer:
 
     def run(self, recorder: Recorder) -> None:
         """Train to the last epoch, or until a limit or target is reached. Raises StoppedBySignal, TrainError."""
-        with self.callbacks.reporting_failures():
+        with self.callbacks.reporting_failures(), self.saver.finishing(recorder):
             self._run(recorder)
 
     def _run(self, recorder: Recorder) -> None:
@@ -158,6 +159,7 @@ class Trainer:
             recorder.event("changed", options=self.changes)
         for note in self.notes:
             recorder.say(note)
+        self.saver.report_best(recorder)
         if self.commit:
             self.commit()
         self.callbacks.start()
@@ -168,6 +170,8 @@ class Trainer:
                     stop = self._train_epoch(recorder, signals)
                     if not stop:
                         stop = self._end_epoch(recorder, signals)
+                        if self.callbacks.hear_checkpoints:  # they hear of an epoch's checkpoint before its end
+                            self.saver.finish(recorder)
                         self.callbacks.end_epoch(progress.epoch, recorder.latest_epoch)
                         stop = self._stop_of_callbacks(recorder) or stop
             if stop:
@@ -175,6 +179,8 @@ class Trainer:
                 recorder.say(stop.text)
                 recorder.event("stop", reason=stop.text)
             self.saver.save(recorder)
+            self.during_last_save()
+            self.saver.finish(recorder)
         self.callbacks.end(stop.reason if stop else "epochs")
         self._stop_of_callbacks(recorder)
 
@@ -216,18 +222,23 @@ class Trainer:
         batches = recorder.timed(self.train_loader)
         while self._step_or_save(batches, recorder):
             recorder.stop_clock(self.executor.idle_seconds)
-            save, stop_signal, time_up, asked = self.workers.vote([
-                signals.save or self.saver.is_due(), _is_to_stop(signals), self._time_up(), self.callbacks.is_to_stop])
+            self.saver.report(recorder)
+            save, failed, stop_signal, time_up, asked = self.workers.vote([
+                signals.save or self.saver.is_due(), self.saver.has_failed, _is_to_stop(signals), self._time_up(),
+                self.callbacks.is_to_stop])
             save |= stop_signal
             commits = self.commit is not None and progress.step % self.config.commit_every == 0
             is_last = time_up or asked or progress.step == self.config.max_steps
-            self.end_step(recorder, read_now=save or commits or is_last)
+            self.end_step(recorder, read_now=save or failed or commits or is_last)
             if self.is_stuck:
-                self.saver.save(recorder)
+                self.saver.save_completely(recorder)
                 raise self.stuck()
             if save:
                 signals.save = False
                 self.saver.save(recorder)
+            # A commit may hold the accuracy of a best checkpoint, whose weights must not be lost with this process.
+            if failed or commits or stop_signal:
+                self.saver.finish(recorder)
             # after logging, so that a process that resumes from the commit finds its steps logged
             if self.commit and commits:
                 with recorder.phase("commit"):
@@ -337,7 +348,8 @@ class Trainer:
             recorder.log(metrics, gpu, slowest, self.skipped_steps - before, self.executor.gradient_norm)
             self._tell_of_clipping(recorder)
             if not math.isfinite(metrics.loss_sum):
-                raise self.saver.diverged(*self.metrics_steps)
+                self.saver.finish(recorder)  # the error names the last complete checkpoint
+                raise self.saver.diverged(*self.metrics_steps, self.state.progress.epoch)
 
     def _tell_of_clipping(self, recorder: Recorder) -> None:
         """Report once if clipping leaves almost nothing of the gradients. The loss alone would not show why it
@@ -399,7 +411,7 @@ class Trainer:
             self.saver.save_before_error(recorder)
             raise
         if not validation:
-            self.saver.save(recorder)
+            self.saver.save_completely(recorder)
             raise self._stopped(signals)
         self.validated = self.state.progress.epoch + 1, validation.outcomes
         self._report_bad_images(recorder, loader)

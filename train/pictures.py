@@ -40,7 +40,7 @@ def _prediction(prediction: Any) -> str:
 
 
 def _name(image: Any) -> str:
-    """The file's name with its folder, which is often the true class; "" for an image that is no file."""
+    """The file's name with its folder, which is often the true class; "" for an image that is not a file."""
     return printable(str(Path(*Path(image).parts[-2:]))) if isinstance(image, (str, os.PathLike)) else ""
 
 

@@ -131,7 +131,7 @@ def callback(made: Any) -> Any:
 
         on_run_start(run)             run: train.callbacks.LiveRun, with folder, config and stop("why")
         on_epoch_end(epoch, metrics)  epoch: counted from 1; metrics: numbers by name, as in metrics.jsonl
-        on_checkpoint(path)           path: the file that has been written
+        on_checkpoint(path)           path: the file, which is complete
         on_run_end(reason)            why the run ends: a key of train.recording.metrics.REASONS, such as "epochs"
 
     Process 0 of a run makes one object of the class, and is the only one that calls it. Each method may return True,
@@ -178,7 +178,7 @@ def _check_arguments(what: str, function: Callable[..., Any], arguments: tuple[s
                      ) -> None:
     """Raise UserError unless it is a function that accepts this number of arguments."""
     if not callable(function):
-        raise plugins.fault(f"{what} is no function: write def, with {' and '.join(arguments)}")
+        raise plugins.fault(f"{what} is not a function: define one with def, taking {' and '.join(arguments)}")
     try:
         signature = inspect.signature(function)
         signature.bind(*[None] * (len(arguments) + is_method))

@@ -24,6 +24,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 from PIL import Image
 
+from common import plugins
+from common.phases import IMAGES, phase
 from graph_passes.executors import Executor
 from graph_passes.executors.base import parse_device
 from pipelines import Batch, DataError, Loader
@@ -139,7 +141,7 @@ def check_top(top: int, num_classes: int, place: str) -> int:
 def finite(probabilities: np.ndarray, place: str) -> np.ndarray:
     """Return `probabilities`. Raises TrainError if some are not finite, since they have no largest."""
     if not np.isfinite(probabilities).all():
-        raise TrainError(f"{place} gives probabilities that are no numbers: its weights are too large for the "
+        raise TrainError(f"{place} gives probabilities that are not numbers: its weights are too large for the "
                          "precision that it computes in; give --device cpu, which computes in float32, or other "
                          "weights")
     return probabilities
@@ -215,6 +217,7 @@ class Predictor:
         self.trained, self.place = prepared.trained, options.checkpoint
         # Both take milliseconds to find, because the network's graph is built for that.
         self.num_classes, self.num_features = self.trained.num_classes, features_of(self.trained)
+        self._network = plugins.find("model", self.trained.config.model)  # None: it is this program's own
         self._loaders: Kept[DaliLoader] = Kept(KEPT_LOADERS)
         self._executors: Kept[Scores | Features] = Kept(KEPT_EXECUTORS)
         self._sizes: dict[type, int] = {}  # batch size of the cuda executor of each kind
@@ -243,6 +246,7 @@ class Predictor:
         """Height and width of the network's input, in pixels."""
         return self.prepared.config.inference_image_size
 
+    @phase(IMAGES)
     def predict(self, images: Iterable[Any], top: int = PredictOptions.top, on_bad_image: str = "error",
                 keep_pictures: bool = False) -> list[Prediction]:
         """The most likely classes of images, in their order.
@@ -271,6 +275,7 @@ class Predictor:
             found[place] = replace(found[place], damage=message)
         return found
 
+    @phase(IMAGES)
     def embed(self, images: Iterable[Any], on_bad_image: str = "error") -> np.ndarray:
         """The features of images (N, C), float32, in their order: the input of the classifier. With `on_bad_image`
         "skip" the row of an unreadable image is NaN. Raises UserError."""
@@ -354,9 +359,10 @@ class Predictor:
         def make() -> Scores | Features:
             self._sizes[kind] = size
             config = replace(self.prepared.config, batch_size=size)
-            if kind is Scores:
-                return Scores(self.prepared, config)
-            return Features(self.trained, config, self.prepared.placement)
+            with plugins.known_again(self._network):
+                if kind is Scores:
+                    return Scores(self.prepared, config)
+                return Features(self.trained, config, self.prepared.placement)
 
         return self._executors.get(key, make)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -49,33 +49,45 @@ class RunState:
 
     def capture(self) -> Checkpoint:
         """The whole state as a checkpoint; a collective operation."""
-        executor = self.executor
+        return self.request()()
+
+    def request(self) -> Callable[[], Checkpoint]:
+        """Copy the whole state; a collective operation. Returns a function, to be called once, that makes a checkpoint
+        of the copies. Any thread may call it while training continues."""
+        executor, optimizer = self.executor, self.optimizer
         executor.synchronize()
         # averaged, because each process has seen other images
         self.workers.all_reduce_on_host(executor.trained_statistics, "aux")
-        params, aux = executor.get_params()
-        ema = self.optimizer.ema
-        self.workers.all_reduce_on_host([ema[name] for name in aux if name in ema], "ema aux")
-        unbiased, biased = self.shares.divide_out(aux, self.shares.own)
-        averages = {name: executor.to_canonical(name, ema[name]) if name in ema else array
-                    for name, array in {**params, **aux}.items()} if ema else {}
-        shares = self.shares.averaged if ema else {}
-        unbiased_averages, biased_averages = self.shares.divide_out(averages, shares)
-        return Checkpoint(
-            params=params,
-            aux=aux | unbiased,
-            state={slot: {name: executor.to_canonical(name, array) for name, array in arrays.items()}
-                   for slot, arrays in self.optimizer.state.items()},
-            ema=averages | unbiased_averages,
-            biased=Biased(biased, biased_averages, dict(self.shares.own), dict(shares)),
-            scalars=dict(self.optimizer.scalars),
-            config=self.stated,
-            class_names=self.train_loader.class_names,
-            class_keys=[key for key, _ in self.train_loader.classes],
-            progress=replace(self.progress),
-            loader_states=self.workers.gather(self.train_loader.state()),
-            numpy_rng=np.random.get_state(legacy=False),
-        )
+        live = optimizer.ema
+        self.workers.all_reduce_on_host([live[name] for name in executor.aux if name in live], "ema aux")
+        take_params, take_aux, take_ema = map(executor.request_copies, (executor.params, executor.aux, live))
+        take_state = {slot: executor.request_copies(arrays) for slot, arrays in optimizer.state.items()}
+        own, averaged = dict(self.shares.own), dict(self.shares.averaged) if live else {}
+        rest: dict[str, Any] = {
+            "scalars": dict(optimizer.scalars),
+            "config": self.stated,
+            "class_names": self.train_loader.class_names,
+            "class_keys": [key for key, _ in self.train_loader.classes],
+            "progress": replace(self.progress),
+            "loader_states": self.workers.gather(self.train_loader.state()),
+            "numpy_rng": np.random.get_state(legacy=False),
+        }
+
+        def make() -> Checkpoint:
+            params, aux, ema = take_params(), take_aux(), take_ema()
+            averages = {**params, **aux, **ema} if ema else {}  # frozen tensors have no average
+            unbiased, biased = self.shares.divide_out(aux, own)
+            unbiased_averages, biased_averages = self.shares.divide_out(averages, averaged)
+            return Checkpoint(
+                params=params,
+                aux=aux | unbiased,
+                state={slot: take() for slot, take in take_state.items()},
+                ema=averages | unbiased_averages,
+                biased=Biased(biased, biased_averages, own, averaged),
+                **rest,
+            )
+
+        return make
 
     def restore(self, checkpoint: Checkpoint) -> list[str]:
         """Restore everything except the parameters, with which the executor was built. Returns remarks for the user on

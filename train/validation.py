@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from common.errors import UserError
+from common.phases import VALIDATION, phase
 from graph_passes.executors import Executor, Metrics
 from pipelines import Batch, Loader
 from train.processes.distributed import Workers
@@ -27,11 +28,12 @@ class Validation(NamedTuple):
     outcomes: Outcomes
 
 
+@phase(VALIDATION)
 def validate(
     executor: Executor, loader: Loader, workers: Workers, stop: Callable[[], bool] = lambda: False,
     progress: Callable[[int], None] | None = None, each: Each | None = None,
 ) -> Validation | None:
-    """Validate on a whole split, with BatchNorm's statistics as they are; they must be equal in all processes.
+    """Validate on a whole split, with BatchNorm's present running statistics, which must be equal in all processes.
 
     `stop` is called after each batch; None is returned if it was true on any process. `progress` gets the number of
     batches begun; `each` gets the network's results for every batch of this process. Raises UserError, on all

@@ -157,6 +157,13 @@ class Executor(ABC):
         params = {name: self.to_canonical(name, array) for name, array in self.params.items()}
         return params, {name: self.to_canonical(name, array) for name, array in self.aux.items()}
 
+    def request_copies(self, arrays: Mapping[str, Any]) -> Callable[[], Arrays]:
+        """Copy live arrays by variable: `params`, `aux`, or the optimizer's. Returns a function, to be called once,
+        that makes canonical arrays of the copies. Any thread may call it while the executor is used."""
+        copies = {name: array.asnumpy() if hasattr(array, "asnumpy") else np.array(array)
+                  for name, array in arrays.items()}
+        return lambda: {name: self.to_canonical(name, copies.pop(name)) for name in list(copies)}
+
     def check_input(self, name: str, shape: Sequence[int]) -> None:
         """Raise GraphError if the batch has another shape than the executor's. Height and width may differ if the
         network's parameters do not depend on them."""
@@ -242,7 +249,7 @@ class Executor(ABC):
 
     def largest_batch(self) -> int | None:
         """The largest batch size of a training step on this device, estimated from the memory of the present one; None
-        if the device has no memory of its own."""
+        if the device has no separate memory."""
         return None
 
     # Seconds that the GPU was idle for lack of a batch, in the step that the latest `end_step` waited for.

@@ -11,7 +11,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,22 +56,25 @@ class MXNetExecutor(Executor):
         weights = self._loss.get("class_weights", ()) if self._loss else ()
         self._class_weights = mx.nd.array(weights, ctx=self._context).reshape((1, -1)) if weights else None
         self._shapes = {name: shape for name, shape in self.input_shapes.items() if name != LABEL or not self._loss}
-        training, inference = (mx.sym.load_json(each.to_json()) for each in (_with_masks(graph), remove_dropout(graph)))
+        training, inference = (mx.sym.load_json(each.to_json(indent=None))
+                               for each in (_with_masks(graph), remove_dropout(graph)))
         arguments, aux = _infer_shapes(inference, self._shapes)
         zeros = {name: mx.nd.zeros(shape, ctx=self._context) for name, shape in {**arguments, **aux}.items()}
         self.params = {name: zeros[name] for name in arguments if name not in self.input_shapes}
         self.aux = {name: zeros[name] for name in aux}
-        self.grads = {name: mx.nd.zeros(array.shape, ctx=self._context) for name, array in self.params.items()
-                      if name not in self.frozen}
         self._symbols = {"write": training, "add": training, "null": inference}
         # The Symbol is bound once for each use. forward(is_train) of a bound Symbol sets a flag, which operators
         # waiting in the engine read only when they run. A Symbol used for both training and inference would mix up the
         # two.
         self._bound: dict[str, _Bound] = {}  # by grad_req: "write" gradients, "add" to them, or infer ("null")
         self._trained: set[str] = set()  # bound Symbols that have had a training pass
-        self._bind("write", self._shapes)
         self._totals = mx.nd.zeros(4, dtype="float64", ctx=self._context)  # the fields of Metrics
         self._latest: Array = None  # probabilities of the latest inference
+
+    @cached_property
+    def grads(self) -> dict[str, Array]:  # type: ignore[override]  # made when training begins: inference has none
+        return {name: mx.nd.zeros(array.shape, ctx=self._context) for name, array in self.params.items()
+                if name not in self.frozen}
 
     def forward_backward(self, data: Array, label: Array, accumulate: bool = False, draws: Draws = NO_DRAWS) -> None:
         if self._loss is None:
@@ -149,11 +152,12 @@ class MXNetExecutor(Executor):
         shared = next((bound.executor for bound in self._bound.values()), None)  # all share their working memory
         masks = {} if grad_req == "null" else _mask_shapes(self.graph, shapes["data"])
         inputs = {name: mx.nd.zeros(shape, ctx=self._context) for name, shape in {**shapes, **masks}.items()}
-        requests = dict.fromkeys({**self.params, **inputs}, "null") | dict.fromkeys(self.grads, grad_req)
+        grads = {} if grad_req == "null" else self.grads
+        requests = dict.fromkeys({**self.params, **inputs}, "null") | dict.fromkeys(grads, grad_req)
         arguments = {**self.params, **inputs}
         with without_lines(_ANY_LINE):
             executor = self._symbols[grad_req].bind(
-                self._context, arguments, self.grads, requests, self.aux, shared_exec=shared
+                self._context, arguments, grads, requests, self.aux, shared_exec=shared
             )
         self._bound[grad_req] = _Bound(executor, inputs, masks)
         self._trained.discard(grad_req)

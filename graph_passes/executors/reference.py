@@ -185,7 +185,7 @@ def evaluate(node: Node, inputs: Sequence[Array]) -> Sequence[Array]:
     return _operator(node).compute(node, *inputs)
 
 
-# --- networks as they are given ---
+# --- networks without passes ---
 
 
 def forward(graph: Graph, values: Mapping[Ref, Array], training: bool) -> Values:

@@ -28,6 +28,7 @@ from graph_passes.operators import (
     pooling,
     quantised,
     rnn,
+    scale_channels,
     sigmoid,
     softmax,
 )
@@ -57,7 +58,8 @@ __all__ = [
 ]
 
 _FAMILIES = (convolution, batch_norm, elementwise, dropout, pooling, fully_connected, softmax, sigmoid,
-             custom_loss, batch_norm_halves, quantised, rnn, embedding, activations, arithmetic, joining, layer_norm)
+             custom_loss, batch_norm_halves, quantised, rnn, embedding, activations, arithmetic, joining, layer_norm,
+             scale_channels)
 
 _KERNELS = "graph_passes.executors.cuda.kernels"
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -119,7 +120,8 @@ class Operator:
             try:
                 values[key] = self.attrs[key].read(value)
             except (ValueError, SyntaxError, TypeError):
-                raise GraphError(f"{self.name} '{name}' has {key}={value!r}, which is no valid value for it") from None
+                raise GraphError(f"{self.name} '{name}' has {key}={value!r}, which is not a valid value for it"
+                                 ) from None
         for key, attribute in self.attrs.items():
             if attribute.default is REQUIRED and key not in values:
                 raise GraphError(f"{self.name} '{name}' lacks the attribute '{key}': add it")
@@ -158,13 +160,18 @@ def boolean(value: Any) -> bool:
     return str(value).lower() in ("true", "1")
 
 
+@lru_cache(maxsize=1024)  # a network has few different kernels, strides, ... in thousands of attributes
+def _literal(text: str) -> Any:
+    return ast.literal_eval(text)
+
+
 def integers(value: Any) -> tuple[int, ...]:
-    items = ast.literal_eval(value.replace("L", "")) if isinstance(value, str) else value  # Python 2 wrote (3L, 3L)
+    items = _literal(value.replace("L", "")) if isinstance(value, str) else value  # Python 2 wrote (3L, 3L)
     return (int(items),) if isinstance(items, int) else tuple(int(item) for item in items or ())
 
 
 def numbers(value: Any) -> tuple[float, ...]:
-    return tuple(map(float, ast.literal_eval(value) if isinstance(value, str) else value))
+    return tuple(map(float, _literal(value) if isinstance(value, str) else value))
 
 
 def number(value: Any) -> int | float:

@@ -133,7 +133,7 @@ def gradient_sums(node: NodeView, dz: Array, x: Array, saved: Array) -> tuple[Ar
 
 def data_gradient(node: NodeView, dz: Array, x: Array, gamma: Array, saved: Array, sums: tuple[Array, Array],
                   from_batch: bool = True) -> Array:
-    """The gradient of x. `from_batch`: the statistics are computed from x and have gradients of their own."""
+    """The gradient of x. `from_batch`: the statistics are computed from x, so the gradient flows through them too."""
     axis, (dgamma, dbeta) = node["axis"], sums
     if from_batch:
         terms = along_axis(dbeta, axis, x.ndim) + normalised(node, x, saved) * along_axis(dgamma, axis, x.ndim)

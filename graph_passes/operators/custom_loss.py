@@ -18,7 +18,7 @@ from graph_passes.operators.softmax import (
 
 
 def formula_of(node: NodeView) -> formula.Formula:
-    """Raises GraphError for a Symbol that is no loss."""
+    """Raises GraphError for a Symbol that is not a loss."""
     return formula.read(node["loss"], node["probabilities"])
 
 

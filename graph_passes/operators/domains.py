@@ -77,7 +77,7 @@ def _infer(operator: Operator, node: NodeView, shapes: list[Shape | None]) -> tu
 
 
 def _changed(node: NodeView, **changes: Any) -> NodeView:
-    """The node with other attributes, as a convolution."""
+    """A copy of the node with changed attributes."""
     view: NodeView = node.replace(attrs={**node.attrs, **changes})
     return view
 
@@ -185,7 +185,7 @@ class _Sizes(Body):
         return shape
 
     def _is(self, tensor: _Tensor, shape: Shape) -> None:
-        """Set the shape of an input, or check that of another tensor. Raises GraphError if it differs."""
+        """Set the shape of an input, or check the shape of another tensor. Raises GraphError if the shape differs."""
         if tensor.input:
             tensor.shape = shape
         elif tensor.shape != shape:

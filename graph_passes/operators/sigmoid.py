@@ -32,8 +32,9 @@ def _check(node: NodeView, classes: int) -> None:
     smoothing, threshold = node["smooth_alpha"], node["threshold"]
     smallest, largest = smoothing / max(1, classes - 1), 1 - smoothing
     if threshold and not smallest <= threshold < largest:
-        raise GraphError(f"the threshold {threshold:g} makes all targets equal: with {classes} classes and a label "
-                         f"smoothing of {smoothing:g} they go from {smallest:g} to {largest:g}; give one between these")
+        raise GraphError(f"the threshold {threshold:g} makes all targets equal: with {classes} classes and label "
+                         f"smoothing {smoothing:g}, targets range from {smallest:g} to {largest:g}; give a threshold "
+                         "between these values")
 
 
 # --- NumPy ---
@@ -80,7 +81,7 @@ def _output_gradient(node: NodeView, inputs: Sequence[Array], outputs: Sequence[
 # --- the descriptions ---
 
 _OUTPUT = LOSS_ATTRIBUTES | {
-    "threshold": Attribute(float, 0.0),  # targets above it are 1, others 0; 0: they stay as they are
+    "threshold": Attribute(float, 0.0),  # targets above it are 1, others 0; 0: targets are not changed
 }
 
 # MXNet has LogisticRegressionOutput. It only takes targets, and neither smooths them nor divides by the batch size.

@@ -43,6 +43,13 @@ def loss_and_hits(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, S
     return [data, label, *loss_scale, *bias], [data, (1,), (1,), (1,)]
 
 
+def _softmax(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    if node["temperature"] != 1:
+        raise GraphError(f"softmax '{node.name}' has temperature={node['temperature']:g}, which no executor here has: "
+                         "divide its input by that number instead")
+    return elementwise(node, shapes)
+
+
 def _softmax_output(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
     given, made = scores_and_labels(node, shapes)
     weights, classes = node["class_weights"], made[0][1]
@@ -168,8 +175,9 @@ _OUTPUT = LOSS_ATTRIBUTES | {
 }
 
 OPERATORS = (
-    Operator("softmax", ("data",), elementwise, lambda node, x: [softmax(x, node["axis"])],
-             {"axis": Attribute(int, -1)},
+    Operator("softmax", ("data",), _softmax, lambda node, x: [softmax(x, node["axis"])],
+             {"axis": Attribute(int, -1),
+              "temperature": Attribute(lambda value: 1.0 if str(value) == "None" else float(value), 1.0)},
              numpy_gradient=lambda node, x, y, dy, training: [softmax_backward(dy, y[0], node["axis"])]),
     Operator("SoftmaxOutput", ("data", "label", "bias"), _softmax_output, _compute_output, _OUTPUT,
              optional={"bias": "no_bias"}, numpy_gradient=_output_gradient, training=_training),

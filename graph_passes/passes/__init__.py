@@ -12,7 +12,8 @@ from graph_passes.passes.dropout import dropout
 from graph_passes.passes.fold_bn import fold_bn, fold_bn_params, fold_frozen, foldings
 from graph_passes.passes.freeze import BACKBONE, freeze, slow_backbone
 from graph_passes.passes.gradient import gradient, gradient_add, output_names
-from graph_passes.passes.layout import layout, weight_layouts
+from graph_passes.passes.layer_scale import layer_scale
+from graph_passes.passes.layout import layout, reading_nhwc, weight_layouts
 from graph_passes.passes.loss import binary_cross_entropy, custom_loss, stock_loss, weigh_classes
 from graph_passes.passes.memory import MemoryPlan, memory
 from graph_passes.passes.precision import precision, tensor_dtypes
@@ -37,10 +38,12 @@ __all__ = [
     "freeze",
     "gradient",
     "gradient_add",
+    "layer_scale",
     "layout",
     "memory",
     "output_names",
     "precision",
+    "reading_nhwc",
     "remove_dropout",
     "slow_backbone",
     "stochastic_depth",

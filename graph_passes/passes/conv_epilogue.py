@@ -1,9 +1,12 @@
-"""Fuse bias, addition and ReLU into the epilogue of a convolution; in INT8 also ReLU6."""
+"""Fuse bias, addition and ReLU into the epilogue of a convolution; in INT8 also ReLU6. Likewise for fully connected
+layers, whose epilogue is a separate operator."""
 
 from __future__ import annotations
 
 from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import is_relu
+
+_WEIGHTED = ("Convolution", "FullyConnected")
 
 
 def conv_epilogue(graph: Graph, groups: bool = False) -> Graph:
@@ -13,18 +16,24 @@ def conv_epilogue(graph: Graph, groups: bool = False) -> Graph:
         after     x, weight, bias, shortcut -> ConvolutionAddRelu `r`
 
     Likewise with ReLU alone: ConvolutionRelu. Grouped convolutions become two operators, because cuDNN fuses nothing
-    into them; with `groups` they are treated like the others.
+    into them; with `groups` they are treated like the others. A FullyConnected with bias becomes two operators as well,
+    a product and BiasAdd, BiasRelu or BiasAddRelu: what is added to is small beside its weights. The classifier has
+    given its bias to the loss already (`softmax_bias`).
     """
-    ends = {}  # name of a convolution -> the ReLU that reads it
+    ends = {}  # name of a convolution or fully connected layer -> the ReLU that reads it
     for node in graph:
-        if convolution := _before_relu(graph, node):
-            ends[convolution.name] = node
+        if weighted := _before_relu(graph, node):
+            ends[weighted.name] = node
     nodes: dict[str, list[Node]] = {}  # by the name of the node that they replace
     for node in graph:
-        if node.op == "Convolution" and not node["no_bias"]:
-            fused = _fused(node, ends.get(node.name))
-            is_one = groups or node["num_group"] == 1
-            nodes[fused.name] = [fused] if is_one else in_two(fused, graph.unused_name(f"{node.name}_product"))
+        if node.op not in _WEIGHTED or node["no_bias"]:
+            continue
+        end, name = ends.get(node.name), graph.unused_name(f"{node.name}_product")
+        if node.op == "FullyConnected":
+            nodes[(end or node).name] = _in_two(node, end, name)
+        else:
+            fused = _fused(node, end)
+            nodes[fused.name] = [fused] if groups or node["num_group"] == 1 else in_two(fused, name)
     return graph.replace([node for each in nodes.values() for node in each], {})
 
 
@@ -48,10 +57,11 @@ def saturate_clip(graph: Graph) -> Graph:
 
 
 def _before_relu(graph: Graph, node: Node) -> Node | None:
-    """The convolution with bias whose only reader is this ReLU, or addition and ReLU; the first, if there are two."""
+    """The convolution or fully connected layer with bias that only this ReLU reads, or addition and ReLU; the first, if
+    there are two."""
     if not is_relu(node) and node.op != "AddRelu":
         return None
-    found = (graph.only_used_by_one(ref, "Convolution") for ref in node.inputs)
+    found = (graph.only_used_by_one(ref, *_WEIGHTED) for ref in node.inputs)
     return next((each for each in found if each and not each["no_bias"]), None)
 
 
@@ -59,15 +69,32 @@ def _fused(convolution: Node, end: Node | None) -> Node:
     """The fused node, with the name of the node that it replaces."""
     if end is None:
         return convolution
-    addend = [ref for ref in end.inputs if ref != Ref(convolution.name)]
+    addend = _addend(convolution, end)
     kind = "ConvolutionAddRelu" if addend else "ConvolutionRelu"
     return convolution.derive(kind, end.name, (*convolution.inputs, *addend))
+
+
+def _addend(weighted: Node, end: Node) -> list[Ref]:
+    """What an addition and ReLU adds to a convolution or fully connected layer."""
+    return [ref for ref in end.inputs if ref != Ref(weighted.name)]
 
 
 def in_two(fused: Node, name: str) -> list[Node]:
     """The convolution under this name, and the node for the rest."""
     data, weight, bias, *addend = fused.inputs
     product = fused.derive("Convolution", name, (data, weight), no_bias=True)
-    kind = fused.op.removeprefix("Convolution") or "Add"
-    dtype = {key: value for key, value in fused.attrs.items() if key == "dtype"}
-    return [product, Node(f"Bias{kind}", fused.name, (Ref(name), bias, *addend), dtype)]
+    return [product, _rest(fused, product, bias, addend, fused.op.removeprefix("Convolution") or "Add")]
+
+
+def _in_two(layer: Node, end: Node | None, name: str) -> list[Node]:
+    """A fully connected layer without bias under this name, and the node for the bias and the ReLU `end`, if any."""
+    data, weight, bias = layer.inputs
+    product = layer.with_attrs(no_bias=True).replace(name=name, inputs=(data, weight))
+    addend = _addend(layer, end) if end else []
+    kind = "Add" if end is None else "AddRelu" if addend else "Relu"
+    return [product, _rest(end or layer, product, bias, addend, kind)]
+
+
+def _rest(replaced: Node, product: Node, bias: Ref, addend: list[Ref], kind: str) -> Node:
+    dtype = {key: value for key, value in replaced.attrs.items() if key == "dtype"}
+    return Node(f"Bias{kind}", replaced.name, (Ref(product.name), bias, *addend), dtype)

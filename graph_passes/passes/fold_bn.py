@@ -28,7 +28,7 @@ def fold_bn(graph: Graph) -> Graph:
 
 def fold_frozen(graph: Graph) -> Graph:
     """`fold_bn` for the frozen layers of a training graph (`freeze`): their BatchNorms compute the same in training as
-    in inference. A graph without such layers stays as it is."""
+    in inference. A graph without such layers does not change."""
     return _fold(graph, frozen_only=True)
 
 

@@ -28,7 +28,8 @@ def layout(graph: Graph, to: str, inputs: Sequence[str] = ()) -> Graph:
     they are read in the other layout. Other inputs keep theirs. Elementwise operators follow their inputs, and so do
     operators along a dimension, such as Concat and LayerNorm. A tensor of one pixel (after global pooling) can be
     flattened without conversion. So a residual network gets one transpose, at its data, or none with `inputs=["data"]`.
-    All other operators get their inputs in the original layout.
+    An input whose layout no operator tells counts as one in the other layout. All other operators get their inputs in
+    the original layout.
 
     Raises GraphError for an unknown layout or input.
     """
@@ -40,6 +41,34 @@ def layout(graph: Graph, to: str, inputs: Sequence[str] = ()) -> Graph:
     return _Conversion(graph, to, inputs).run()
 
 
+def reading_nhwc(graph: Graph, default: str) -> Graph:
+    """The graph with images, `data`, in NHWC: through a transpose if its operators take them in NCHW. `default`: the
+    layout of its images if none of the operators that they reach tells it; that of a fully connected layer, which reads
+    the pixels in a different order, cannot be seen."""
+    if _layout_of(graph, "data", default) == "NHWC":
+        return graph
+    images = Node("transpose", graph.unused_name("data_nchw"), (Ref("data"),), {"axes": _AXES["NCHW"]})
+    return graph.replace([images], {Ref("data"): Ref(images.name)})
+
+
+def _layout_of(graph: Graph, images: str, default: str) -> str:
+    """The layout in which the first operator that has one reads the images."""
+    reached = {images}
+    for node in graph:
+        if not any(ref.node in reached for ref in node.inputs):
+            continue
+        if node.op in ("Convolution", "Pooling"):
+            return str(node["layout"])
+        if node.op in BATCH_NORMS:
+            return "NCHW" if node["axis"] == 1 else "NHWC"
+        for layout, axes in _AXES.items():
+            if node.op == "transpose" and node["axes"] == axes:
+                return "NHWC" if layout == "NCHW" else "NCHW"
+        if node.op not in ("Flatten", "FullyConnected", "Reshape", "transpose"):
+            reached.add(node.name)
+    return default
+
+
 def weight_layouts(graph: Graph) -> dict[str, str]:
     """Layout of every variable that is a convolution's weight, by name: "OIHW" or "OHWI"."""
     return {
@@ -47,6 +76,10 @@ def weight_layouts(graph: Graph) -> dict[str, str]:
         for node in graph
         if node.op == "Convolution" and graph[node.inputs[1].node].is_variable
     }
+
+
+def _makes_vector(node: Node) -> bool:
+    return node.op == "Reshape" and len(node["shape"]) == 4 and sum(size != 1 for size in node["shape"]) == 1
 
 
 class _Conversion:
@@ -70,6 +103,10 @@ class _Conversion:
         if node.is_variable:
             return self._variable(node) if self._is_weight(node) or self._is_input(node) else node
         result = Ref(node.name)
+        if node.op == "transpose" and node["axes"] == _AXES[self.origin]:  # its input has the new layout already
+            source = self._original(node.inputs[0])
+            self.converted[result] = source
+            return node.replace(inputs=(source,))
         is_converted = [ref in self.converted for ref in node.inputs]
         if node.op in ("Convolution", "Pooling") and self._is_to_convert(node):
             inputs = (*map(self._convert, node.inputs[:2]), *node.inputs[2:])  # data and weight, but not the bias
@@ -147,10 +184,7 @@ class _Conversion:
 
     def _is_input(self, variable: Node) -> bool:
         """Whether it is an input that must come in the new layout but does not yet."""
-        readers = self.graph.consumers.get(Ref(variable.name), ())
-        behind = [each for node in readers if node.op == "reverse"
-                  for each in self.graph.consumers.get(Ref(node.name), ())]
-        return variable.name in self.inputs and any(map(self._is_to_convert, (*readers, *behind)))
+        return variable.name in self.inputs and _layout_of(self.graph, variable.name, self.origin) == self.origin
 
     def _is_weight(self, variable: Node) -> bool:
         """Whether it is only read as a weight by convolutions that are converted."""
@@ -173,11 +207,15 @@ class _Conversion:
         """The tensor in the new layout, through a transpose if it does not exist in it yet."""
         if ref not in self.converted:
             source = self.graph[ref.node]
-            if source.op == "transpose" and source["axes"] == _AXES[self.origin]:
-                self.converted[ref] = self._original(source.inputs[0])  # it had the new layout already
-            else:
-                self.converted[ref] = self._transpose(ref, self.to)
+            self.converted[ref] = self._reshape(source) if _makes_vector(source) else self._transpose(ref, self.to)
         return self.converted[ref]
+
+    def _reshape(self, node: Node) -> Ref:
+        """A vector along one dimension of images, such as one number for each channel, in the new layout."""
+        name = self.graph.unused_name(f"{node.name}_{self.to.lower()}")
+        shape = tuple(node["shape"][axis] for axis in _AXES[self.to])
+        self.nodes.append(node.replace(name=name).with_attrs(shape=shape))
+        return Ref(name)
 
     def _original(self, ref: Ref) -> Ref:
         """The tensor in its original layout."""

@@ -34,7 +34,7 @@ def custom_loss(graph: Graph, loss: str, probabilities: str = "softmax") -> Grap
     the variables scores and targets, (N, C) each, and of the operators of `operators/formula.py`. `probabilities`: what
     the scores become in inference, "softmax" or "sigmoid".
 
-    Raises GraphError for a network that does not end in SoftmaxOutput, and for a Symbol that is no such loss.
+    Raises GraphError for a network that does not end in SoftmaxOutput, and for a Symbol that is not such a loss.
     """
     formula.read(loss, probabilities)
     return _another(graph, "CustomOutput", loss=loss, probabilities=probabilities)

@@ -55,7 +55,7 @@ def precision(graph: Graph, dtype: str) -> Graph:
         for node in graph
         if node.op in OPERATORS
         for role, ref in zip(OPERATORS[node.op].input_names(node), node.inputs, strict=True)
-        if _role(role) in _FIXED
+        if role_of(role) in _FIXED
     }
     loss_scale = Node("null", graph.unused_name(LOSS_SCALE))
 
@@ -80,9 +80,9 @@ def node_dtypes(node: Node) -> list[str]:
     """The dtypes of a node's outputs."""
     own = node.attrs.get("dtype", "float32")
     roles = OPERATORS[node.op].output_names(node) if node.op in OPERATORS else ("output",) * node.num_outputs
-    return ["float32" if node.op in LOSSES else _FIXED.get(_role(role), own) for role in roles]
+    return ["float32" if node.op in LOSSES else _FIXED.get(role_of(role), own) for role in roles]
 
 
-def _role(name: str) -> str:
+def role_of(name: str) -> str:
     """The role of an input or output; `saved` for `saved_2`, if an operator has several of a kind."""
     return re.sub(r"_\d$", "", name)

@@ -12,7 +12,7 @@ def softmax_bias(graph: Graph) -> Graph:
         before    x, weight, bias -> FullyConnected `fc` -> SoftmaxCrossEntropy (data, label)
         after     x, weight -> FullyConnected(no_bias) `fc` -> SoftmaxCrossEntropy (data, label, bias)
 
-    The sum is then computed in fp32 and needs no launch of its own.
+    The sum is then computed in fp32 and needs no separate launch.
     """
     nodes: list[Node] = []
     for node in graph:

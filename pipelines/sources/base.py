@@ -69,7 +69,7 @@ class Source(ABC):
 
     @abstractmethod
     def label(self, i: int) -> int:
-        """The class number of image `i`; raises DataError if the number is not that of a class."""
+        """The class number of image `i`; raises DataError if no class has that number."""
 
     @abstractmethod
     def feed(self, i: int) -> np.ndarray:

@@ -150,7 +150,7 @@ def unpickled(file: Path, what: str) -> dict[str, Any]:
 
 
 def images_and_labels(file: Path, batch: Mapping[str, Any], key: str, what: str) -> tuple[np.ndarray, np.ndarray]:
-    """The images (N, 3072) and labels (N,) in a pickle's dictionary; `key` is that of the labels. Raises DataError."""
+    """The images (N, 3072) and labels (N,) in a pickle's dictionary; `key` is the labels' key. Raises DataError."""
     with understood(file, f"is not a {what}", WAY_OUT):
         images, labels = np.asarray(batch["data"]), np.asarray(batch[key])
         if len(labels) and labels.dtype.kind not in "iu":
@@ -167,7 +167,7 @@ def _read_bin(file: Path) -> tuple[np.ndarray, np.ndarray, str]:
     content = np.frombuffer(read_file(file), np.uint8)
     if not len(content) or len(content) % _ROW:
         of_cifar100 = len(content) and not len(content) % (1 + _ROW)
-        way_out = (f"if it is CIFAR-100's, with {1 + _ROW} bytes an image, call it train.bin or test.bin"
+        way_out = (f"if it is CIFAR-100's, with {1 + _ROW} bytes an image, rename it to train.bin or test.bin"
                    if of_cifar100 else WAY_OUT)
         raise DataError(f"{file}: is not a CIFAR-10 file: its {len(content)} bytes are not a whole number of images "
                         f"of {_ROW} bytes; {way_out}")
@@ -231,7 +231,7 @@ def cut_off(files: Sequence[Path], labels: Sequence[np.ndarray], published: Mapp
 
 
 def _contradictions(meta: Mapping[str, Any], files: Sequence[Path], labels: Sequence[np.ndarray]) -> list[str]:
-    """A remark for each number in batches.meta that the batch files contradict; the files are read as they are."""
+    """A remark for each number in batches.meta that the batch files contradict. The files are read all the same."""
     path, remarks = files[0].with_name("batches.meta"), []
     if (size := meta.get("num_vis", IMAGE_BYTES)) != IMAGE_BYTES:
         remarks.append(f"{path}: says that an image has {size:,} values (num_vis), but the images of the batches have "

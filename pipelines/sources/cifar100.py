@@ -110,16 +110,16 @@ def _read_bin(file: Path, kind: LabelSet) -> tuple[np.ndarray, np.ndarray]:
     if not len(content) or len(content) % _ROW:
         way_out = WAY_OUT
         if is_of_cifar10:
-            way_out = (f"they would fit CIFAR-10's images of {_CIFAR10_ROW} bytes: if it is CIFAR-10's, call it "
-                       "data_batch_1.bin or test_batch.bin")
+            way_out = (f"they would fit CIFAR-10's images of {_CIFAR10_ROW} bytes: if it is a file of CIFAR-10, rename "
+                       "it to data_batch_1.bin or test_batch.bin")
         raise DataError(f"{file}: is not a CIFAR-100 file: its {len(content)} bytes are not a whole number of images "
                         f"of {_ROW} bytes; {way_out}")
     rows = content.reshape(-1, _ROW)
     labels = rows[:, _COLUMNS[kind]].astype(np.int64)
     if is_of_cifar10 and labels.max() >= len(_read_text_names(file.parent, kind)):
         raise DataError(f"{file}: its {len(content)} bytes fit CIFAR-100 and CIFAR-10, but as CIFAR-100 it would have "
-                        f"the invalid {kind} label {labels.max()}; if it is CIFAR-10's, call it data_batch_1.bin or "
-                        f"test_batch.bin, otherwise {WAY_OUT}")
+                        f"the invalid {kind} label {labels.max()}; if it is a file of CIFAR-10, rename it to "
+                        f"data_batch_1.bin or test_batch.bin, otherwise {WAY_OUT}")
     return rows[:, len(_COLUMNS) :], labels
 
 

@@ -43,7 +43,7 @@ NO_ENDING = "without an ending"
 _BEGINNING = re.compile(
     rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF....WEBP|II\*\0|MM\0\*|BM.{4}\0{4}|P[1-6]\s+(?:#|\d+\s+\d)", re.DOTALL)
 _MOST_PLACES, _MOST_NAMES = 100, 1000  # limits of a quick look: folders, and names in each
-_DEEPEST = 3  # folders below a class folder that are compared with those of other classes
+_DEEPEST = 3  # folders below a class folder that are compared with the folders of other classes
 _MOST_FOLDERS = 10_000  # if a list's files are in more folders, we do not search them for unlisted images
 
 
@@ -69,10 +69,10 @@ class _Splits(NamedTuple):
 
 
 def _splits(path: Path) -> _Splits:
-    """The folders in PATH that are its splits, by their names, their content and their neighbours.
+    """The folders in PATH that are its splits, judged by their names, their content and the folders beside them.
 
-    A class may be called `train`, too. It is taken for one if other folders of images lie beside it, no name says
-    another split, and its images lie directly in it.
+    A folder called `train` may also be a class. It counts as a class if other folders of images lie beside it, no
+    folder's name says another split, and its images lie directly in it.
     """
     names = [name for name in class_folders(path) if not is_companion(name)]
     said = by_split(names)
@@ -106,7 +106,7 @@ def _splits(path: Path) -> _Splits:
 
 
 def innermost(folder: Path) -> Path:
-    """A split's folder; or, where an archive put that folder into one of its own name, the folder inside."""
+    """A split's folder; or, where an archive put that folder into another one of the same name, the inner folder."""
     inside = class_folders(folder)
     is_twice = len(inside) == 1 and split_of(folder.name) and split_of(inside[0]) == split_of(folder.name)
     return folder / inside[0] if is_twice else folder
@@ -451,7 +451,7 @@ def _same_folders_inside(path: Path, files: Mapping[str, Sequence[Path]]) -> lis
 
     They may be the classes, and the class folders splits, folds or sites: trn/cat, trn/dog, vld/cat, vld/dog.
     """
-    # An image of a deeper folder comes after those of the class folder, so a look at the last one is enough.
+    # An image of a deeper folder comes after the class folder's own images, so a look at the last one is enough.
     folders = {name: images for name, images in files.items() if images}
     if len(folders) < 2 or any(images[-1].parent == path / name for name, images in folders.items()):
         return []
@@ -497,7 +497,7 @@ def open_folders(path: Path, split: str) -> FileSource:
         if images and nfc(name) not in number:
             raise DataError(
                 f"{path / name}: class {name!r} is not among the {len(classes)} known classes (classes.txt or the "
-                f"training folders); add it there or remove the folder"
+                f"training folders); add the class there or remove the folder"
             )
         files += images
         labels += [number[nfc(name)]] * len(images) if images else []

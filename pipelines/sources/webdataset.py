@@ -2,8 +2,8 @@
 
 A sample consists of the members whose names are equal up to the first dot: `n01440764_18.jpg` holds the image,
 `n01440764_18.cls` the class number as text. Members whose names are equal up to the last dot form a sample, too, as
-file names may contain dots (`photo.1.jpg`, `photo.1.cls`). Other members of a sample (such as .json) are ignored; other
-images (.mask.png), and members that belong to no sample, are counted.
+file names may contain dots (`photo.1.jpg`, `photo.1.cls`). Other members of a sample (such as .json) are ignored. Other
+images (.mask.png) and members that belong to no sample are left out, and a remark says how many.
 Source: https://github.com/webdataset/webdataset, 'The WebDataset Format'.
 """
 
@@ -42,7 +42,8 @@ class TarSource(ShardSource):
     def scan(file: Path) -> list[Entry]:
         try:
             check_not_compressed(file)
-            with understood(file, "is truncated or no tar file", "download it again"), tarfile.open(file, "r:") as tar:
+            with (understood(file, "is truncated or not a tar file", "download it again"),
+                  tarfile.open(file, "r:") as tar):
                 return _entries(tar, file)
         except OSError as error:
             raise DataError(f"{file}: cannot be read ({error.strerror}); check the disk and permissions") from None
@@ -74,7 +75,7 @@ class TarSource(ShardSource):
         return self._member(i).rpartition("/")[0]
 
     def _member(self, i: int) -> str:
-        """The member's name in the tar file; a long name has headers of its own."""
+        """The member's name in the tar file; a long name takes additional headers."""
         begin, end = int(self._begin[i]), int(self._offset[i])
         return _name_in(self._maps[self._file[i]].stretch(begin, end - begin).tobytes()) or f"image at byte {end}"
 

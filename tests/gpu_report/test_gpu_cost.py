@@ -43,6 +43,9 @@ BEGINNING = [session(0.1, 0), steps(8.0, 10), epoch(10.0, 1), *checkpoint(11.0, 
     # written.
     ([session(0.1, 0), steps(8.0, 10), *checkpoint(9.0, 10), session(10.0, 10), epoch(12.0, 1), session(13.0, 10),
       epoch(15.0, 1), *checkpoint(16.0, 10), steps(24.0, 20), epoch(26.0, 2)], [10, 20]),
+    # The checkpoint is complete five steps after its capture; then the run is killed.
+    ([*BEGINNING[:-1], steps(15.5, 15), {"event": "checkpoint", "time": 15.7, "step": 10}, session(16.5, 10),
+      steps(24.5, 20), epoch(26.5, 2)], [10, 20]),
     # Killed after the checkpoint was written, but before its event.
     ([session(0.1, 0), steps(4.0, 5), session(6.0, 5), steps(10.0, 10), epoch(12.0, 1)], [10]),
 ])

@@ -276,7 +276,7 @@ def test_error_of_a_sum_is_known_with_those_of_its_parts(errors, error, limit):
 
 def test_validations_without_checkpoints():
     lines: list[dict[str, Any]] = [
-        {"event": "session"}, {"event": "phase", "name": "checkpoint", "seconds": 2.0},
+        {"event": "session", "step": 0}, {"event": "phase", "name": "checkpoint", "time": 5.0, "seconds": 2.0},
         {"event": "epoch", "epoch": 1, "time": 10.0, "val_top1": 0.5},
         {"event": "phase", "name": "validation", "seconds": 1.0}, {"event": "epoch", "epoch": 2, "time": 15.0,
                                                                    "val_top1": None},

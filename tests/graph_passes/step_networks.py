@@ -123,13 +123,15 @@ def mobile(layout="NHWC", classes=7):
 
 
 def convnext(layout="NHWC", classes=7):
-    """A 7x7 depthwise convolution, LayerNorm over the channels, GELU between two products."""
+    """A 7x7 depthwise convolution, LayerNorm over the channels, GELU between two products, layer scale."""
     x = plain_convolution(mx.sym.Variable("data"), "stem", 8, layout)
     y = plain_convolution(x, "depthwise", 8, layout, 7, 8)
     y = mx.sym.LayerNorm(y, axis=layout.index("C"), eps=1e-6, name="norm")
     y = mx.sym.LeakyReLU(plain_convolution(y, "wide", 32, layout, 1), act_type="gelu", name="gelu")
-    x = mx.sym.elemwise_add(x, plain_convolution(y, "narrow", 8, layout, 1), name="sum")
-    return classified(x, layout, classes)
+    factors = mx.sym.Reshape(mx.sym.Variable("scale_gamma", shape=(8,)), name="factors",
+                             shape=[-1 if axis == "C" else 1 for axis in layout])
+    y = mx.sym.broadcast_mul(plain_convolution(y, "narrow", 8, layout, 1), factors, name="scale")
+    return classified(mx.sym.elemwise_add(x, y, name="sum"), layout, classes)
 
 
 def classified(x, layout, classes):
@@ -151,6 +153,47 @@ def elements(layout="NHWC", classes=7, prelu=True):
     x = mx.sym.tanh(x) + mx.sym.sigmoid(x) + mx.sym.softsign(x)
     x = mx.sym.transpose(mx.sym.transpose(x, axes=(0, 2, 3, 1)), axes=(0, 3, 1, 2))
     return classified(x * 2, layout, classes)
+
+
+def narrow(classes=7):
+    """Channels that are no multiples of 8 in every operator: BatchNorm, depthwise convolution, squeeze-and-excitation,
+    functions that make something else of 0, a Concat, a slice, poolings, convolutions with bias, one in groups."""
+    def norm(x, name):
+        return mx.sym.BatchNorm(x, axis=3, eps=1e-5, momentum=0.8, fix_gamma=False, name=f"{name}_bn")
+
+    def conv(x, name, filters, kernel=1, groups=1, bias=False):
+        return mx.sym.Convolution(x, num_filter=filters, kernel=(kernel,) * 2, pad=(kernel // 2,) * 2, layout="NHWC",
+                                  num_group=groups, no_bias=not bias, name=name)
+
+    window = {"kernel": (3, 3), "stride": (2, 2), "pad": (1, 1), "layout": "NHWC"}
+    x = mx.sym.relu(norm(conv(mx.sym.reverse(mx.sym.Variable("data"), axis=(1, 2)), "stem", 10, 3), "stem"))
+    y = mx.sym.clip(norm(conv(x, "depthwise", 10, 3, 10), "depthwise"), 0, 6)
+    y = norm(conv(squeezed(y, "se", 10, "NHWC", 3), "project", 13), "project")
+    x = mx.sym.relu(mx.sym.elemwise_add(y, norm(conv(x, "shortcut", 13), "shortcut"), name="sum"))
+    x = mx.sym.Concat(mx.sym.Pooling(x, pool_type="max", name="max", **window),
+                      mx.sym.Pooling(mx.sym.softsign(x), pool_type="avg", name="mean", **window),
+                      mx.sym.Pooling(conv(mx.sym.sigmoid(conv(x, "bias", 5, 3, bias=True)), "gates", 6),
+                                     pool_type="avg", name="gate_means", **window), dim=3, name="joined")
+    y = mx.sym.relu(conv(x, "grouped", 12, 1, 1, bias=True)) + 0.25
+    y = mx.sym.Activation(conv(y, "groups", 9, 3, 3, bias=True), act_type="softrelu", name="softrelu")
+    y = mx.sym.broadcast_add(y, conv(mx.sym.mean(y, axis=(1, 2), keepdims=True), "shift", 9), name="shifted")
+    x = mx.sym.slice_axis(conv(y, "last", 11), axis=3, begin=2, end=9, name="part")
+    return classified(mx.sym.LeakyReLU(x, act_type="gelu", name="gelu"), "NHWC", classes)
+
+
+def hidden_layers(classes=7, channels=5):
+    """Fully connected layers before the classifier, as in AlexNet and VGG, with Dropout; the first one reads all
+    pixels of images, in MXNet's order of NCHW; another has no ReLU."""
+    x = mx.sym.Convolution(mx.sym.Variable("data"), num_filter=channels, kernel=(3, 3), name="stem")
+    x = mx.sym.Pooling(mx.sym.relu(x), kernel=(2, 2), stride=(2, 2), pool_type="max", name="pool")
+    for number, hidden in enumerate((24, 13)):
+        x = mx.sym.relu(mx.sym.FullyConnected(x, num_hidden=hidden, name=f"hidden{number}"))
+        x = mx.sym.Dropout(x, p=0.4, name=f"dropout{number}")
+    x = mx.sym.tanh(mx.sym.FullyConnected(x, num_hidden=9, name="hidden2"))
+    x = mx.sym.FullyConnected(mx.sym.FullyConnected(x, num_hidden=16, no_bias=True, name="hidden3"), num_hidden=classes,
+                              name="fc")
+    return passes.layout(Graph.from_json(mx.sym.SoftmaxOutput(x, normalization="batch", name="softmax").tojson()),
+                         "NHWC", inputs=["data"])
 
 
 def flattened(last, classes=7):

@@ -95,7 +95,8 @@ def test_an_unknown_method_is_named() -> None:
         histogram(np.ones(3)).limit("mean")
 
 
-@pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnet50d", "resnet50_v2", "resnext50_32x4d"])
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnet50d", "resnet50_v2", "resnext50_32x4d", "mobilenet_v2",
+                                  "mobilenet_v3_small", "tf_efficientnet_lite0", "efficientnet_b0"])
 def test_what_is_observed_is_all_that_becomes_int8(name: str) -> None:
     """The pass raises for a tensor without a scale."""
     graph: Graph = models.create(name, 5).graph

@@ -92,7 +92,7 @@ def test_what_cannot_be_dropped_is_refused_in_a_sentence() -> None:
         passes.stochastic_depth(Graph.from_json(flattened("Pooling").tojson()), 0.1)
     with pytest.raises(GraphError, match="^all residual branches are frozen, so none can be dropped: freeze fewer"):
         passes.stochastic_depth(passes.freeze(graph, "backbone"), 0.1)
-    for p, axes, sentence in ((1.0, (), "has p=1.0, which is no valid"), (0.5, (1, 2), r"has axes=\(1, 2\): give")):
+    for p, axes, sentence in ((1.0, (), "has p=1.0, which is not a valid"), (0.5, (1, 2), r"has axes=\(1, 2\): give")):
         with pytest.raises(GraphError, match=rf"^Dropout 'd' {sentence}"):
             passes.draw_masks(Graph([Node("null", "x"), Node("Dropout", "d", (Ref("x"),), {"p": p, "axes": axes})],
                                     [Ref("d")]), 2)

@@ -91,7 +91,7 @@ def test_show_a_network_of_the_zoo(capsys, tmp_path):
     assert len(boxes((tmp_path / "new" / "before.svg").read_text())) == 53 + 53 + 49 + 16 + 2 + 1
     stages = {path.name: len(boxes(path.read_text())) for path in (tmp_path / "new").glob("[0-9]*.svg")}
     assert stages["01_layout.svg"] == stages["02_remove_dropout.svg"] == stages["03_bn_add_relu.svg"] + 2 * 16 == 174
-    assert max(stages) == "10_cover.svg"
+    assert max(stages) == "11_cover.svg"
 
 
 def test_show_our_own_symbol(capsys, tmp_path):

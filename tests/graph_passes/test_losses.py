@@ -286,7 +286,8 @@ def test_a_custom_loss_and_files_for_others(probabilities: str, stock: str, of_o
 @pytest.mark.parametrize("threshold", [0.01, 0.9])
 def test_thresholds_on_one_side_of_all_targets_are_refused(threshold: float) -> None:
     graph = passes.binary_cross_entropy(one_layer(), threshold)
-    sentence = f"the threshold {threshold:g} makes all targets equal: with 7 classes .* they go from 0.0166667 to 0.9"
+    sentence = (f"the threshold {threshold:g} makes all targets equal: with 7 classes .* "
+                "targets range from 0.0166667 to 0.9")
     with pytest.raises(GraphError, match=sentence):
         graph.infer_shapes({"data": (2, 1, 1, 5)})
 

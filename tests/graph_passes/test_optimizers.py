@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,7 @@ from graph_passes.optimizers.adamw import AdamW
 from graph_passes.optimizers.lamb import LAMB
 from graph_passes.optimizers.lars import LARS
 from graph_passes.optimizers.lion import Lion
+from graph_passes.optimizers.rmsprop import RMSProp
 from graph_passes.optimizers.sgd import SGD
 from train.optimizer import ema_decay, ema_in_use
 
@@ -81,15 +85,32 @@ def lion_oracle(rule: Lion, params: Arrays, gradients: list[Arrays], rates: list
     return params, {"mean": mean}
 
 
+def rmsprop_oracle(rule: RMSProp, params: Arrays, gradients: list[Arrays], rates: list[float]) -> tuple[Arrays, Any]:
+    """RMSProp in float64, from the sums that the moving average and the momentum represent."""
+    decayed: list[Arrays] = []
+    moves: list[Arrays] = []
+    for t, rate in enumerate(rates, start=1):
+        decayed.append({name: gradients[t - 1][name] + (rule.weight_decay * p if name in WEIGHTS else 0)
+                        for name, p in params.items()})
+        keep, remain = (factor ** np.arange(t - 1, -1, -1.0) for factor in (rule.rho, rule.momentum))
+        square = {name: sum((1 - rule.rho) * k * g[name] ** 2 for k, g in zip(keep, decayed, strict=True))
+                  for name in params}
+        moves.append({name: rate * decayed[-1][name] / (square[name] + rule.epsilon) ** 0.5 for name in params})
+        momentum = {name: sum(k * move[name] for k, move in zip(remain, moves, strict=True)) for name in params}
+        params = {name: p - momentum[name] for name, p in params.items()}
+    return params, {"mean_square": square, "momentum": momentum}
+
+
 ORACLES: dict[type[Rule], Any] = {
     SGD: momentum_oracle, LARS: momentum_oracle, AdamW: adam_oracle, LAMB: adam_oracle, Lion: lion_oracle,
+    RMSProp: rmsprop_oracle,
 }  # fmt: skip
 RULES = [
     SGD(weight_decay=0.01, momentum=0.875), SGD(weight_decay=0.01, momentum=0.875, nesterov=True),
     LARS(weight_decay=0.01, momentum=0.875, trust_coefficient=0.3),
     LARS(weight_decay=0.01, momentum=0.875, nesterov=True, trust_coefficient=0.3),
     AdamW(weight_decay=0.05), AdamW(betas=(0.0, 0.9), epsilon=1e-3), LAMB(weight_decay=0.02, epsilon=1e-6),
-    Lion(weight_decay=0.5), Lion(betas=(0.95, 0.5)),
+    Lion(weight_decay=0.5), Lion(betas=(0.95, 0.5)), RMSProp(weight_decay=0.05), RMSProp(rho=0.5, momentum=0.0),
 ]
 
 
@@ -186,6 +207,44 @@ def test_clipping_against_pytorch(rng: np.random.Generator) -> None:
             np.testing.assert_allclose(start[name], parameter.detach().numpy(), rtol=1e-12, atol=1e-13, err_msg=name)
 
 
+# Trains a float64 parameter by PyTorch's RMSprop, and by timm's, whose mean square starts at 0 here as ours does.
+RMSPROP_PEER = """
+import sys
+import numpy as np, torch, timm.optim
+given = np.load(sys.argv[1])
+weight, gradients, rate, decay = given["weight"], torch.tensor(given["gradients"]), float(given["rate"]), 0.05
+found = {}
+for name, create, epsilon in (("torch", torch.optim.RMSprop, 1e-30), ("timm", timm.optim.RMSpropTF, 1e-3)):
+    parameter = torch.nn.Parameter(torch.tensor(weight))
+    optimizer = create([parameter], lr=rate, alpha=0.9, momentum=0.9, weight_decay=decay, eps=epsilon)
+    if name == "timm":
+        optimizer.state[parameter] = {"step": torch.zeros(()), "square_avg": torch.zeros_like(parameter),
+                                      "momentum_buffer": torch.zeros_like(parameter)}
+    for gradient in gradients:
+        parameter.grad = gradient
+        optimizer.step()
+    found[name] = parameter.detach().numpy()
+np.savez(sys.argv[2], **found)
+"""
+
+
+@pytest.mark.skipif("PEER_PYTHON" not in os.environ, reason="PEER_PYTHON is not set")
+@pytest.mark.parametrize("peer, epsilon", [("torch", 1e-30), ("timm", 1e-3)])
+def test_rmsprop_against_pytorch_and_timm(peer: str, epsilon: float, tmp_path: Path, rng: np.random.Generator) -> None:
+    """PyTorch's, which has epsilon outside the root, with none; timm's with the usual one, at a constant rate."""
+    weight, gradients, rate = rng.standard_normal((5, 7)), rng.standard_normal((20, 5, 7)), 0.01
+    np.savez(tmp_path / "given.npz", weight=weight, gradients=gradients, rate=rate)
+    subprocess.run([os.environ["PEER_PYTHON"], "-c", RMSPROP_PEER, tmp_path / "given.npz", tmp_path / "found.npz"],
+                   check=True)
+    grads: Arrays = {}
+    optimizer = ArrayOptimizer(RMSProp(weight_decay=0.05, epsilon=epsilon), {"w": weight}, grads, {"w"})
+    for gradient in gradients:
+        grads["w"] = gradient
+        optimizer.step(rate)
+    with np.load(tmp_path / "found.npz") as found:
+        np.testing.assert_allclose(weight, found[peer], rtol=1e-12, atol=1e-13)  # twenty updates in float64
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{type(rule).__name__} {rule.kernel_constants}")
 @pytest.mark.parametrize("backend", ["mxnet", "numpy"])
 def test_a_gradient_of_nan_shows(backend: str, rule: Rule) -> None:
@@ -247,7 +306,7 @@ def test_norms_of_numpys_arrays_are_python_numbers() -> None:
 
 
 def test_by_name() -> None:
-    assert optimizers.names() == ["adamw", "lamb", "lars", "lion", "sgd"]
+    assert optimizers.names() == ["adamw", "lamb", "lars", "lion", "rmsprop", "sgd"]
     constants = {"momentum": 0.5, "betas": (0.5, 0.9), "weight_decay": 0.25, "nesterov": True, "depth": 3}
     assert optimizers.create("sgd", constants) == SGD(momentum=0.5, weight_decay=0.25, nesterov=True)
     assert optimizers.create("lamb", constants) == LAMB(betas=(0.5, 0.9), weight_decay=0.25)

@@ -141,11 +141,13 @@ CASES = {
     "transpose": lambda rng: single("transpose", batch(rng, "NHWC", 2), rng, axes=(0, 3, 1, 2)),
     "reverse": lambda rng: single("reverse", batch(rng, "NHWC", 2), rng, axis=(1, 2)),
     "transpose of all": lambda rng: single("transpose", (2, size(rng), size(rng)), rng),
+    "ScaleChannels": lambda rng: single("ScaleChannels", batch(rng, "NHWC", 2), rng),
     "softmax": lambda rng: single("softmax", (size(rng), size(rng), size(rng)), rng, axis=int(rng.integers(3))),
 }
 
 
-WITH_MXNET = [case for case in CASES if not case.startswith("RNN")]  # tested in test_rnn.py
+# RNN is tested in test_rnn.py; MXNet has no ScaleChannels.
+WITH_MXNET = [case for case in CASES if not case.startswith(("RNN", "ScaleChannels"))]
 
 
 def test_every_operator_has_a_case():

@@ -20,6 +20,7 @@ def narrow(resnet: Any) -> None:
 def lighten(session: Any) -> None:
     session.LOADER_SECONDS = 0.05
     if "REPORT" not in os.environ:
+        session.prepare_report = lambda: None
         session.write_report = lambda folder, record: folder
         session.has_predictions = lambda trainer, recorder: False
 

@@ -271,7 +271,7 @@ def test_a_binary_file_under_the_name_of_the_other(tmp_path):
     (tmp_path / "test_batch.bin").write_bytes(bytes(3074))
     with pytest.raises(DataError, match=r"test_batch.bin: is not a CIFAR-10 file: its 3074 bytes are not a whole "
                                         r"number of images of 3073 bytes; if it is CIFAR-100's, with 3074 bytes an "
-                                        r"image, call it train.bin or test.bin"):
+                                        r"image, rename it to train.bin or test.bin"):
         open_source(tmp_path, "val")
 
 
@@ -283,7 +283,7 @@ def test_a_size_that_fits_both(tmp_path):
     assert len(open_source(tmp_path, "train")) == 3073
     path.write_bytes((b"\7" + b"\xff" * 3072) * 3074)
     with pytest.raises(DataError, match=r"bytes fit CIFAR-100 and CIFAR-10, but as CIFAR-100 it would "
-                                        r"have the invalid fine label 255; if it is CIFAR-10's, call it "
+                                        r"have the invalid fine label 255; if it is a file of CIFAR-10, rename it to "
                                         r"data_batch_1.bin"):
         open_source(tmp_path, "train")
 

@@ -229,7 +229,7 @@ def test_make_samples(tmp_path, capsys):
         (["bench", "x", "--split", "test"], "test"),
         (["verify", "{tmp}/none", "--val-split", "2"], "--val-split 2 must be at least 0 and below 1"),
         (["verify", "{tmp}/none"], "none does not exist; give"),
-        (["bench", "{tmp}"], "text.tar: is truncated or no tar file"),
+        (["bench", "{tmp}"], "text.tar: is truncated or not a tar file"),
         (["bench", "{tmp}", "--json", "{tmp}/text.tar/x"], "x (Not a directory): give another --json"),
         (["bench", "synthetic"], "'synthetic' is not a place with image files"),
         (["verify", ""], "verify is followed by an empty value"),

@@ -126,7 +126,8 @@ def test_validation_has_no_copies(images):
 @pytest.mark.parametrize("options, sentence", [
     ({"repeated_augmentation": 1}, "repeated_augmentation is 1; it must be 0, or at least 2"),
     ({"repeated_augmentation": 13}, "--repeated-augmentation 13 is more than the 12 images of a batch, but all "
-                                    "copies of an image must fit into one batch; lower it"),
+                                    "copies of an image must fit into one batch; lower "
+                                    "--repeated-augmentation"),
 ])
 def test_mistakes(images, options, sentence):
     with pytest.raises(DataError) as error:

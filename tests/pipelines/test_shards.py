@@ -170,18 +170,18 @@ def test_make_records_and_verify_take_shards(make_images, tmp_path, capsys):
 def truncated_tar(path: Path, image: bytes) -> str:
     write_tar(path, samples([(image, 0)]))
     path.write_bytes(path.read_bytes()[: 5 * 512 + len(image) // 2])
-    return r"is truncated or no tar file \(unexpected end of data\); download"
+    return r"is truncated or not a tar file \(unexpected end of data\); download"
 
 
 def tar_cut_in_a_header(path: Path, image: bytes) -> str:
     write_tar(path, {"a.cls": b"0", "b.cls": b"0"})
     path.write_bytes(path.read_bytes()[: 2 * 512 + 100])
-    return r"is truncated or no tar file"
+    return r"is truncated or not a tar file"
 
 
 def no_tar(path: Path, image: bytes) -> str:
     path.write_bytes(image)
-    return r"is truncated or no tar file"
+    return r"is truncated or not a tar file"
 
 
 def tar_without_a_label(path: Path, image: bytes) -> str:

@@ -270,8 +270,8 @@ def make(*arguments: Any) -> Any:
 
 
 @pytest.mark.parametrize("images, sentence", [
-    ("", "the path of the images is empty"), ({"a.png"}, "a set is no list of images"),
-    ({"a.png": 1}, "a dict is no list of images"),
+    ("", "the path of the images is empty"), ({"a.png"}, "a set is not a list of images"),
+    ({"a.png": 1}, "a dict is not a list of images"),
     (io.BytesIO(b"image"), r"an open file \(BytesIO\): give its path or"),
     (Image.new("F", (4, 4)), "its pixels are floating-point numbers; convert it to 8 bits"),
 ])

@@ -73,8 +73,8 @@ def test_a_second_training_resumes_and_a_callback_stops_it(run: rm.Run, light_tr
 
 
 @pytest.mark.parametrize("callbacks, sentence", [
-    (None, "callbacks=None is no list"), (print, "callbacks=<built-in function print> is no list"),
-    ("abc", "callbacks='abc' is no list"), ([3], "the callback 3 cannot be called with epoch and metrics"),
+    (None, "callbacks=None is not a list"), (print, "callbacks=<built-in function print> is not a list"),
+    ("abc", "callbacks='abc' is not a list"), ([3], "the callback 3 cannot be called with epoch and metrics"),
     ([lambda epoch: True], "the callback <function .* cannot be called with epoch and metrics: give a function of")])
 def test_wrong_callbacks_are_told_before_training(callbacks: Any, sentence: str, tmp_path: Path) -> None:
     with pytest.raises(rm.UserError, match=sentence):
@@ -132,7 +132,7 @@ def test_no_folder(folder: Any, run: rm.Run, monkeypatch: pytest.MonkeyPatch) ->
     """The error is the same if the current folder is a run's folder."""
     monkeypatch.chdir(run.folder)
     for function in (rm.load_run, rm.list_runs, rm.compare):
-        with pytest.raises(rm.UserError, match="is no folder: give the path of a run, or of a folder that holds runs"):
+        with pytest.raises(rm.UserError, match="is not a folder: give the path of a run, or of a folder that"):
             function(folder)
 
 

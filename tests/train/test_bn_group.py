@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from graph_passes.executors.cuda import statistics_group
 from train import TrainError, build
 from train.config import Config
 from train.devices import Placement
@@ -35,7 +36,7 @@ def test_members_are_neighbours_on_a_machine(monkeypatch, rank, local_rank, loca
             assert invitations[own] == rank
             self.joined = True
 
-    monkeypatch.setattr(build, "StatisticsGroup", FakeGroup)
+    monkeypatch.setattr(statistics_group, "StatisticsGroup", FakeGroup)
     assert build.join_bn_group(Config(bn_group=group), CUDA, workers(rank, local_rank, local_size)).joined
 
 

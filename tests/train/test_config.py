@@ -58,7 +58,7 @@ def test_commands_have_the_options_that_they_use():
     """All are options of training, declared once, except the command's own."""
     names = {kind: {field.name for field in dataclasses.fields(kind)}
              for kind in (Config, ValidateOptions, BenchmarkOptions, CompareOptions)}
-    assert names[ValidateOptions] - names[Config] == {"checkpoint", "report", "int8", "output_"}
+    assert names[ValidateOptions] - names[Config] == {"checkpoint", "report", "int8", "output_", "profile_start"}
     assert names[BenchmarkOptions] - names[Config] == {field.name for field in dataclasses.fields(Measurement)}
     assert names[Config] - names[CompareOptions] == {"resume", "weights"}
     for kind in (ValidateOptions, BenchmarkOptions):
@@ -145,13 +145,15 @@ MISTAKES = {
     "--target-accuracy 76": "--target-accuracy 76.0 must be a fraction from 0 to 1",
     "--schedule step --decay-epochs 3 2": "--decay-epochs 3.0 2.0 must rise",
     "--epochs 3 --schedule step":
-        "--decay-epochs 30.0 60.0 80.0 is beyond the run of 3 epochs, whose learning rate would never fall; lower it",
+        "--decay-epochs 30.0 60.0 80.0 is beyond the run of 3 epochs, whose learning rate would never fall; "
+        "lower --decay-epochs",
     "--epochs 3 --schedule step --decay-epochs 3": "--decay-epochs 3.0 is beyond the run of 3 epochs",
     "--image-size 64 --first-image-size 32 --epochs 3 --resize-epochs 3 4":
         "--resize-epochs 3.0 4.0 is beyond the run of 3 epochs, whose images would all have the 32 pixels of --first",
     "--epochs 2 --warmup-epochs 3": "--warmup-epochs 3 is longer than the run of 2 epochs",
     "--learning-rate 0.01 --final-learning-rate 0.1":
-        "--final-learning-rate 0.1 is above --learning-rate 0.01, from which it is to fall; lower it",
+        "--final-learning-rate 0.1 is above --learning-rate 0.01, from which the learning rate is to fall; "
+        "lower --final-learning-rate",
     "--first-image-size 96 --image-size 64": "--first-image-size 96 is larger than --image-size 64, to which",
     "--first-image-size 16": "--first-image-size 16 must be 0, or from 32 to 8192",
     "--resize-epochs 3 5": "--resize-epochs is given without --first-image-size",
@@ -238,6 +240,8 @@ def test_another_optimizer_than_the_preset_s_brings_its_own_recipe():
     assert constants("--optimizer", "lamb", "--learning-rate", "0.5") == (0.5, 0.02, 1e-6)
     assert constants("--optimizer", "lion") == (2.5e-5, 0.5, 1e-8)
     assert configure({"optimizer": "lion"}, preset).betas == (0.9, 0.99)
+    assert constants("--optimizer", "rmsprop") == (0.016, 1e-5, 1e-3)
+    assert configure({"optimizer": "rmsprop"}, preset).momentum == 0.9
     resumed = dataclasses.replace(preset, optimizer="lamb", learning_rate=0.125)
     assert constants("--optimizer", "lamb", default=resumed) == (0.125, preset.weight_decay, 1e-8)
 

@@ -111,6 +111,18 @@ SOURCES: dict[str, dict[str, dict[str, Any]]] = {
         TORCHVISION_MODELS: {"val_crop_fraction": 224 / 256, "zero_init_residual": False, "dropout": 0.2},
         TORCHVISION_TRANSFORMS: {"random_area": (0.08, 1.0), "random_ratio": (3 / 4, 4 / 3), "mirror": True},
     },
+    "mobilenet_v3_large_600ep": {
+        TORCHVISION_README: {
+            "model": "mobilenet_v3_large", "global batch": 1024, "epochs": 600, "optimizer": "rmsprop",
+            "peak learning rate": 0.064, "schedule": "step", "decay_factor": 0.973, "warmup_epochs": 0.0,
+            "decay_epochs": tuple(np.arange(2.0, 600.0, 2.0)), "weight_decay": 1e-5, "label_smoothing": 0.0,
+            "image_size": 224, "auto_augment": "autoaugment", "random_erasing": 0.2,
+        },
+        # RMSprop(momentum=args.momentum, eps=0.0316, alpha=0.9); 0.0316 is the root of our epsilon
+        TORCHVISION_TRAIN: {"momentum": 0.9, "rho": 0.9, "epsilon": 1e-3},
+        TORCHVISION_MODELS: {"val_crop_fraction": 224 / 256, "zero_init_residual": False, "dropout": 0.2},
+        TORCHVISION_TRANSFORMS: {"random_area": (0.08, 1.0), "random_ratio": (3 / 4, 4 / 3), "mirror": True},
+    },
     "resnet50_ffcv_88ep": FFCV_88,
     "resnet50_ffcv_16ep": with_values(FFCV_88, epochs=16, resize_epochs=(11.0, 13.0)),
 }

@@ -70,7 +70,8 @@ def main(values: Mapping[str, Any]) -> None:
         if wanted.profile and workers.rank == 0:
             recorder.say(write_profile(run_folder / "profile.txt", executor, result.step_ms))
         if config.data != SYNTHETIC:
-            recorder.loader_speed(measure_loader(loader, workers))
+            with recorder.phase("loader alone"):
+                recorder.loader_speed(measure_loader(loader, workers))
     report(recorder, run_folder)
 
 

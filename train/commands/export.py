@@ -19,6 +19,7 @@ import numpy as np
 from common import files
 from common.command_line import option_name
 from common.mxnet_compat import mx
+from common.phases import ONNX, phase
 from graph_passes import Graph, calibration, onnx_writer, passes, pipeline
 from graph_passes.executors import reference
 from graph_passes.operators.quantised import dequantised, quantised
@@ -172,6 +173,7 @@ def mxnet_params(arrays: Mapping[str, np.ndarray]) -> bytes:
         return path.read_bytes()
 
 
+@phase(ONNX)
 def export_onnx(trained: Checkpoint, int8: Int8Network | None = None, unsigned: bool = True) -> tuple[bytes, float]:
     """Make and check the ONNX file of a trained network, or of its INT8 version. `unsigned`: see `onnx_writer.Qdq`.
 
@@ -214,6 +216,7 @@ def export_onnx(trained: Checkpoint, int8: Int8Network | None = None, unsigned: 
     return content, difference
 
 
+@phase(ONNX)
 def export_features(trained: Checkpoint) -> tuple[bytes, float]:
     """Make and check the ONNX file of a trained network without its classifier. Returns and raises as `export_onnx`,
     with differences relative to the largest feature."""

@@ -125,7 +125,7 @@ def _content(path: Path) -> dict[str, Any]:
     """The content of a TOML or JSON file. Raises UserError."""
     ending = path.suffix.lower()
     if ending not in (".toml", ".json"):
-        raise TrainError(f"{path} is no grid file: its name must end in .toml or .json")
+        raise TrainError(f"{path} is not a grid file: its name must end in .toml or .json")
     try:
         text = path.read_bytes()
     except OSError as error:
@@ -137,7 +137,8 @@ def _content(path: Path) -> dict[str, Any]:
             raise TrainError(f"Python reads TOML from version 3.11 on: write {path} as JSON") from None
     else:
         parse = json.loads
-    with refused_as(lambda error: TrainError(f"{path} is no {ending[1:].upper()} file ({reason(error)}): correct it")):
+    with refused_as(lambda error: TrainError(f"{path} is not a {ending[1:].upper()} file ({reason(error)}): "
+                                             "correct the file")):
         found = parse(text.decode())
     if not (isinstance(found, dict) and found):
         raise TrainError(f"{path} names no options: write for example learning_rate = [0.1, 0.2]"
@@ -151,7 +152,7 @@ def _values(path: Path, key: str, name: str, column: Any, others: Sequence[str])
     if name not in known or name in NOT_IN_GRID:
         choices = [option.replace("_", "-") for option in known if option not in NOT_IN_GRID]
         hint = "" if name in NOT_IN_GRID else nearest(key.replace("_", "-"), choices) + " (see --help)"
-        raise TrainError(f"{path}: {key} is no option of training that a grid can vary{hint}")
+        raise TrainError(f"{path}: {key} is not a training option that a grid can vary{hint}")
     column = column if isinstance(column, list) else [column]
     if not column:
         raise TrainError(f"{path}: {key} has no values: give some, or leave it out")

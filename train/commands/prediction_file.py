@@ -159,7 +159,7 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists() and not path.is_file():  # a folder, a pipe, a device
-                raise TrainError(f"{path} is no regular file, so it cannot be continued after an "
+                raise TrainError(f"{path} is not a regular file, so it cannot be continued after an "
                                  "interruption: give another --output")
             self._file: BinaryIO = path.open("a+b", buffering=0)
         except OSError as error:

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from common.mxnet_compat import mx
+from common.phases import CALIBRATION, phase
 from graph_passes import Graph, Ref, passes, pipeline
 from graph_passes.calibration import Calibration, folded, observed
 from graph_passes.executors import reference
@@ -90,7 +91,7 @@ def _quantize(options: QuantizeOptions, values: Mapping[str, Any]) -> None:
     fewer = f" (all there are, and fewer than {options.images})" if len(chosen) < options.images else ""
     print(f"calibrating ({options.calibration}) on {len(chosen)} training images of {size} pixels{fewer} ...",
           flush=True)
-    with open_chosen(source, chosen) as calibration:
+    with open_chosen(source, chosen) as calibration, phase(CALIBRATION):
         network, errors = quantised(trained, config, iter(calibration), options.calibration, kept)
         name_images(calibration, workers)
     if (left := network.calibration["images"]) < MIN_IMAGES:

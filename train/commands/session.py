@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import shlex
 import sys
 import time
@@ -17,6 +18,7 @@ from typing import Any
 
 from common import files, plugins
 from common.errors import ProgramError
+from common.phases import described, phases
 from common.program import REPORT, start_of
 from pipelines import DataError, Loader
 from pipelines.options import SAMPLES
@@ -38,9 +40,11 @@ from train.recording.recorder import IMAGE_EVENTS, Recorder
 from train.report import predictions
 from train.report.inspection import describe, sample
 from train.report.page import write_report
+from train.report.plots import prepare as prepare_report
 from train.saver import best_outcomes
 
-LOADER_SECONDS = 2.0  # duration of the measurement of the loader alone
+LOADER_SECONDS = 2.0  # longest measurement of the loader alone
+LOADER_SHARE = 0.05  # of the training's time: a short run shall not wait for that measurement
 AUTO = "auto"  # value of --resume: resume the run in --output, or begin it
 
 
@@ -153,6 +157,7 @@ def open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int = 
         evaluated=evaluated_images(config) if trainer.val_loader else VALIDATION,
         first_step=progress.step,
         first_epoch=progress.epoch,
+        start_seconds=phases.take(),
         warmup_steps=warmup_steps,
         tensorboard=config.tensorboard,
         mlperf=config.mlperf,
@@ -184,10 +189,14 @@ def train(trainer: Trainer, note: Callable[[Trainer, Recorder], None]) -> None:
     try:
         with recorder:
             note(trainer, recorder)
+            if recorder.enabled:
+                trainer.during_last_save = prepare_report
             trainer.run(recorder)
             if trainer.config.data != SYNTHETIC:  # generated once, so there is nothing to measure
-                recorder.loader_speed(measure_loader(trainer.train_loader, trainer.workers))
-                trainer.saver.save(recorder)  # again, in case it was removed meanwhile
+                seconds = LOADER_SHARE * (time.monotonic() - trainer.started_at)
+                with recorder.phase("loader alone"):
+                    recorder.loader_speed(measure_loader(trainer.train_loader, trainer.workers, seconds))
+                trainer.saver.save_completely(recorder)  # again, in case it was removed meanwhile
     except StoppedBySignal:
         report(recorder, trainer.run_folder)
         raise
@@ -214,13 +223,14 @@ def _check_complete(trainer: Trainer, recorder: Recorder) -> None:
                            f"meanwhile: their known content is written again{lost}")
 
 
-def measure_loader(loader: Loader, workers: Workers) -> float:
-    """Images/sec of the loader running alone, summed over all processes."""
+def measure_loader(loader: Loader, workers: Workers, most: float = math.inf) -> float:
+    """Images/sec of the loader running alone, summed over all processes, in LOADER_SECONDS or in `most` seconds if they
+    are fewer; one batch is always loaded."""
     batches = iter(itertools.chain.from_iterable(itertools.repeat(loader)))
     for _ in range(loader.config.prefetch + 1):  # prefetched while the network was still computing
         next(batches)
-    start, count = time.perf_counter(), 0
-    while time.perf_counter() - start < LOADER_SECONDS:
+    seconds, start, count = min(LOADER_SECONDS, most), time.perf_counter(), 0
+    while not count or time.perf_counter() - start < seconds:
         next(batches).data.wait_to_read()
         count += loader.config.batch_size
     return workers.sum([count / (time.perf_counter() - start)])[0]
@@ -233,6 +243,7 @@ def report(recorder: Recorder, run_folder: Path, trainer: Trainer | None = None)
     if not recorder.enabled:
         return
     print("writing the report ...", flush=True)
+    began = time.monotonic()
     try:
         with _kept(recorder, run_folder):
             _write_report(recorder, run_folder, trainer)
@@ -240,6 +251,7 @@ def report(recorder: Recorder, run_folder: Path, trainer: Trainer | None = None)
         command = f"{start_of(REPORT)} {shlex.quote(str(run_folder))}"
         print(f"stopped before the report was complete; it is made with: {command}", flush=True)
         raise
+    print(described({**recorder.seconds(), "report": time.monotonic() - began}, phases.total))
     if trainer and trainer.config.data == SAMPLES:
         print(demonstration.next_commands(run_folder, trainer.workers.size))
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common import plugins
 from common.files import shown_size
+from common.phases import FIRST_BATCH, NETWORK, phase
 from graph_passes.executors import Executor
-from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from train import checkpoint, demonstration, devices, losses
 from train.build import (
     build_executor,
@@ -49,6 +49,7 @@ from train.weights import Weights, settings, starting_point
 from train.weights import read as read_weights
 
 if TYPE_CHECKING:
+    from graph_passes.executors.cuda.statistics_group import StatisticsGroup
     from train.processes.elastic import RunState  # needs Horovod
 
 
@@ -178,7 +179,8 @@ def open_trainer(
                 # The network checks how much memory is left, so both loaders must have theirs by then.
                 for loader in (train_loader, val_loader):
                     if loader:
-                        loader.prepare()
+                        with phase(FIRST_BATCH):
+                            loader.prepare()
             origin: list[str] = []
             if executor and start:
                 executor.set_params(start.params, start.aux)
@@ -195,7 +197,8 @@ def open_trainer(
                 executor = build_executor(config, num_classes, image_size, placement, initial, not workers.alone,
                                           bn_group, largest_size, class_weights(config, train_loader))
             if val_loader:  # so that it fails now if at all, and no step waits for it
-                executor.prepare_inference((config.inference_image_size,) * 2)
+                with phase(NETWORK):
+                    executor.prepare_inference((config.inference_image_size,) * 2)
         if fit_machine and placement.device.startswith("cpu"):  # any GPU trains the full number of epochs in seconds
             config = demonstration.fit(config, executor, train_loader.num_images, workers)
         with workers.agreement():

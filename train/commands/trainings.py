@@ -29,7 +29,7 @@ def check_same(config: Config, folder: Path, command: str) -> None:
     path = folder / CONFIG_FILE
     if not path.exists():
         return
-    with content_of_file(lambda reason: f"{path} is no configuration of a run ({reason}): remove {folder}, or give "
+    with content_of_file(lambda reason: f"{path} is not a configuration of a run ({reason}): remove {folder}, or give "
                                         "another --output"):
         there = Config.from_dict(json.loads(path.read_text())).to_dict()
     here = config.to_dict()

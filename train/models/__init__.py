@@ -126,6 +126,12 @@ def image_size(name: str) -> int:
     return getattr(of_plugin.made, "image_size", IMAGE_SIZE) if of_plugin else OTHER_IMAGE_SIZES.get(name, IMAGE_SIZE)
 
 
+def is_of_file(name: str) -> bool:
+    """Whether a network comes from a file (`network_file`)."""
+    of_plugin = plugins.find("model", name)
+    return bool(of_plugin and of_plugin.file.lower().endswith(NETWORK_FILES))
+
+
 def is_channels_first(name: str) -> bool:
     """Whether a network comes from a file in which images are NCHW, and convolution weights OIHW."""
     of_plugin = plugins.find("model", name)

@@ -44,7 +44,7 @@ class SqueezeExcitation(NamedTuple):
 def conv(x: Symbol, name: str, filters: int, kernel: int, stride: int = 1, groups: int = 1, bias: bool = False,
          pad: int | None = None, deviation: float = 0.0) -> Symbol:
     """A convolution, weight OHWI. `pad`: pixels on each side; None: 'same' for stride 1. `deviation`: the standard
-    deviation of the initial weights; 0: that of `init_params`."""
+    deviation of the initial weights; 0: the one of `init_params`."""
     pad = kernel // 2 if pad is None else pad
     weight = {"weight": normal(f"{name}_weight", deviation)} if deviation else {}
     return mx.sym.Convolution(x, num_filter=filters, kernel=(kernel, kernel), stride=(stride, stride), pad=(pad, pad),
@@ -140,8 +140,9 @@ def constant(name: str, value: float, shape: tuple[int, ...]) -> Symbol:
 
 
 def divisible(channels: float, divisor: int = 8) -> int:
-    """The nearest multiple of the divisor, at least one, that is not below 90 % of `channels`: so the networks of
-    Google's mobile families round (tensorflow/models, slim/nets/mobilenet, `make_divisible`)."""
+    """Round to the nearest multiple of `divisor` (at least `divisor` itself), or to the next multiple if the nearest
+    is below 90 % of `channels`. This is the rounding of Google's mobile networks (tensorflow/models,
+    slim/nets/mobilenet, `make_divisible`)."""
     rounded = max(divisor, int(channels + divisor / 2) // divisor * divisor)
     return rounded + divisor if rounded < 0.9 * channels else rounded
 

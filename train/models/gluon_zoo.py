@@ -1,7 +1,8 @@
 """The networks of MXNet Gluon's model zoo (`mxnet.gluon.model_zoo.vision`), as it builds them, in our form (`plugged`).
 
 Not here: ResNet v2, and ResNet-18 and 34 v1, which are networks of other families (`resnet_v2`, `resnet`). A parameter
-has the name that Gluon gives it, without the network's prefix: conv0_weight for vgg0_conv0_weight.
+has the name that Gluon gives it, without the network's prefix: conv0_weight for vgg0_conv0_weight. DenseNet and VGG are
+torchvision's networks of these names, too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any
 from common.mxnet_compat import mx
 from train import models
 from train.models import plugged
-from train.models.libraries import GLUON, Published
+from train.models.libraries import GLUON, TORCH, TORCHVISION, Published
+
+NUM_DENSE_BLOCKS = 4  # of every DenseNet
 
 Symbol = Any  # mx.sym.Symbol; MXNet has no type stubs
 
@@ -40,13 +43,42 @@ def gluon_names(name: str) -> Published:
                              for place, parameter in parameters.items()})
 
 
+def torch_names(name: str) -> tuple[Published, ...]:
+    """The names of the network's layers in PyTorch's libraries; () if they have none that computes the same."""
+    ours = gluon_names(name).layers
+    if name.startswith("vgg"):
+        # convolutions and BatchNorms have Gluon's numbers there, too
+        return (Published(TORCHVISION, {**ours, "dense0": "classifier.0", "dense1": "classifier.3",
+                                        "dense2": "classifier.6"}),)
+    if name.startswith("densenet"):
+        return (Published(TORCH, {layer: _in_densenet(layer) for layer in ours}),
+                # torchvision's own files have norm.1 for norm1, which its program renames when it reads them
+                Published(TORCHVISION, {layer: re.sub(r"(denselayer.*\.[a-z]+)(\d)$", r"\1.\2", _in_densenet(layer))
+                                        for layer in ours}))
+    return ()
+
+
+def _in_densenet(layer: str) -> str:
+    """PyTorch's name of a layer of Gluon's DenseNet: features.denseblock1.denselayer2.norm1 for stage1_batchnorm2."""
+    if layer == "dense0":
+        return "classifier"
+    found = re.fullmatch(r"(?:stage(\d)_)?(batchnorm|conv)(\d+)", layer)
+    assert found, layer
+    kind, number = {"batchnorm": "norm", "conv": "conv"}[found[2]], int(found[3])
+    if found[1]:
+        return f"features.denseblock{found[1]}.denselayer{number // 2 + 1}.{kind}{number % 2 + 1}"
+    if number == 0:
+        return f"features.{kind}0"
+    return "features.norm5" if number == NUM_DENSE_BLOCKS else f"features.transition{number}.{kind}"
+
+
 class _Names(Mapping[str, tuple[Published, ...]]):
     """`PUBLISHED`, made when it is asked for: that takes as long as building the network."""
 
     def __getitem__(self, name: str) -> tuple[Published, ...]:
         if name not in MODELS:
             raise KeyError(name)
-        return (gluon_names(name),)
+        return (*torch_names(name), gluon_names(name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(MODELS)

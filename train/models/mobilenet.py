@@ -80,7 +80,7 @@ def _torchvision_v2() -> Published:
     names = {"stem_conv": "features.0.0", "stem_bn": "features.0.1"}
     for place, block in enumerate(PLANS["mobilenet_v2"].blocks, start=1):
         theirs = torchvision_layers(block, f"features.{place}.conv")
-        last = len(block.layers)  # the last convolution and its BatchNorm are not in a list of their own
+        last = len(block.layers)  # the last convolution and its BatchNorm are not in a separate list
         theirs |= {f"{block.name}_conv{last}": f"features.{place}.conv.{last - 1}",
                    f"{block.name}_bn{last}": f"features.{place}.conv.{last}"}
         names |= theirs

@@ -40,8 +40,8 @@ class Network:
 
     @cached_property
     def graph(self) -> Graph:
-        """The Symbol as a graph for our passes and executors. A Dropout's mask, which MXNet hides, is no output there.
-        """
+        """The Symbol as a graph for our passes and executors. A Dropout's mask is not an output of that graph, because
+        MXNet hides the mask."""
         return Graph.from_json(self.symbol.tojson()).rewrite(
             lambda node: node.replace(num_outputs=0) if node.op == "Dropout" else None)
 

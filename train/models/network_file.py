@@ -26,9 +26,9 @@ from train.models import onnx_reader, plugged
 class NetworkOfFile:
     """A network from a file, as `plugins.Registered.made`.
 
-    graph: from the input `data` to the scores of the file's classes, which `classifier` makes. `image_size`: pixels,
-    height and width of the images; 0 if the file does not say it. `weights`: those that the file has, by the names of
-    the graph's variables, in the layout of the graph.
+    graph: from the input `data`, images in NHWC, to the scores of the file's classes, which `classifier` makes.
+    `image_size`: pixels, height and width of the images; 0 if the file does not say it. `weights`: those that the file
+    has, by the names of the graph's variables, in the layout of the graph.
     """
 
     graph: Graph
@@ -67,14 +67,15 @@ def read_json(file: str, content: bytes) -> NetworkOfFile:
                          ) from None
     except GraphError as error:
         raise TrainError(str(error)) from None
-    graph = _without_copies(plugged.without_loss(graph))
+    graph = _without_copies(plugged.without_loss(file, graph))
     plugged.check_operators(file, graph)
     try:
         shape = integers(graph["data"].attrs.get("__shape__", "()"))
     except (ValueError, SyntaxError, TypeError):
         raise TrainError(f"{file} gives its data a __shape__ that is none: write it with symbol.save()") from None
-    graph = graph.rewrite(_plain)
-    size = max(shape[1:], default=0)  # the other length is that of the colours
+    size = max(shape[1:], default=0)  # the other length is the number of colours
+    is_channels_last = len(shape) == 4 and shape[3] == 3 != shape[1]
+    graph = passes.reading_nhwc(graph.rewrite(_plain), default="NHWC" if is_channels_last else "NCHW")
     return NetworkOfFile(graph, plugged.classifier(file, graph), size)
 
 

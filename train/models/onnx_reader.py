@@ -26,8 +26,9 @@ Weights = dict[str, np.ndarray]
 
 
 class Read(NamedTuple):
-    """A model. `graph`: from the variable `data` to the model's output, without a softmax at its end. `weights`: by the
-    names of the graph's variables, in its layout, mostly NCHW. `size`: height and width of the images; 0: any."""
+    """A model. `graph`: from the variable `data`, images in NHWC, to the model's output, without a softmax at its end.
+    `weights`: by the names of the graph's variables, in its layout, mostly NCHW. `size`: height and width of the
+    images; 0: any."""
 
     graph: Graph
     weights: Weights
@@ -86,7 +87,8 @@ class _Reader:
                 name = f"{node.domain}.{node.op_type}".lstrip(".")
                 raise GraphError(f"the operator {name} ({node.name or node.output[0]}) is not one that this program "
                                  f"reads, which are {', '.join(sorted(OPERATORS))}; or add it ({plugins.WALKS})")
-        self.tensors[inputs[0]] = self.put(Node(VARIABLE, "data"))
+        size = self._size(inputs[0])
+        self.tensors[inputs[0]] = self._images(inputs[0], needed)
         for node in needed:
             if not {*node.output} & (self.constants.keys() | self.tensors.keys()):
                 results = OPERATORS[node.op_type](self, Call(self, node))
@@ -96,7 +98,7 @@ class _Reader:
             raise GraphError("its output is a constant: it has no network")
         graph = Graph(self.nodes.values(), [self.tensors[outputs[0].name]])
         return Read(graph, {name: self.weights[name] for name in graph.variables if name != "data"},
-                    self._size(inputs[0]))
+                    size)
 
     def _needed(self, output: str) -> list[Any]:
         """The nodes that the output depends on, in order, but for what only computes the shape of a Reshape."""
@@ -116,6 +118,16 @@ class _Reader:
             raise GraphError(f"its input {data} has the shape {self.shapes.get(data)}: a network for images reads "
                              "(N, 3, size, size)")
         return lengths.pop() if lengths else 0
+
+    def _images(self, name: str, needed: list[Any]) -> Ref:
+        """The images of the model, from the network's `data` in NHWC. They are in NCHW, as ONNX's operators read them,
+        unless their shape or the transposes before these operators say otherwise."""
+        data, shape = self.put(Node(VARIABLE, "data")), self.shapes[name]
+        readers = [node for node in needed if name in node.input]
+        is_transposed = all(Call(self, node).attrs.get("perm") == [0, 3, 1, 2] for node in readers)
+        if shape[1] != 3 and (shape[3] == 3 or is_transposed):
+            return data
+        return self.add("transpose", "data_nchw", [data], axes=(0, 3, 1, 2))
 
     def rank(self, name: str) -> int | None:
         """How many dimensions a value has; None: not known."""
@@ -183,7 +195,7 @@ class Call:
         return self.attrs.get(attribute, default)
 
     def layer(self, weight: int) -> str:
-        """The name of a layer: that of its weight, if an exporter has kept it, or of the node."""
+        """The name of a layer: its weight's name, if an exporter has kept it, or the node's name."""
         name = re.sub(r"[._]weight$", "", self.node.input[weight])
         return _plain_name(name) if name != self.node.input[weight] else self.name
 
@@ -303,7 +315,7 @@ def _prelu(reader: _Reader, call: Call) -> Ref:
     channels = shape[1] if len(shape) > 1 else None
     if slopes.size == 1 and channels:  # one for all: now each channel has its own
         slopes = np.full(channels, slopes.item())
-    if channels not in (slopes.size, None) or slopes.size != max(slopes.shape, default=1):
+    elif (1,) * (len(shape) - slopes.ndim) + slopes.shape != (1, channels, *(1,) * (len(shape) - 2)):
         raise call.error(f"has slopes of the shape {slopes.shape}: this program has one for each channel")
     gamma = reader.parameter(f"{call.name}_gamma", slopes.reshape(-1))
     return reader.add("LeakyReLU", call.name, [call.tensor(0), gamma], act_type="prelu")
@@ -338,10 +350,11 @@ def _arithmetic(reader: _Reader, call: Call) -> Ref:
     if number.size == 1:
         return reader.add(_WITH_NUMBER[call.op], call.name, [data], scalar=number.item())
     dense = reader.nodes[data.node]
-    if call.op == "Add" and dense.op == "FullyConnected" and dense["no_bias"] and number.size == dense["num_hidden"]:
+    if call.op == "Add" and dense.op == "FullyConnected" and dense["no_bias"] and number.size == number.shape[-1] == (
+            dense["num_hidden"]):
+        # another layer with the same weight: others may read the product without the bias, which is left out if not
         bias = reader.parameter(f"{dense.name}_bias", number.reshape(-1))
-        del reader.nodes[dense.name]
-        return reader.put(dense.with_attrs(no_bias=False).replace(inputs=(*dense.inputs, bias)))
+        return reader.add("FullyConnected", call.name, (*dense.inputs, bias), **{**dense.attrs, "no_bias": False})
     raise call.error(f"has a constant of the shape {number.shape}: only single numbers and biases are supported")
 
 
@@ -402,6 +415,8 @@ def _mean(reader: _Reader, call: Call) -> Ref:
     axes = tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
     if not axes:
         raise call.error("is over all dimensions: only means over height and width are supported")
+    if {0, -(reader.rank(call.node.input[0]) or 0)} & {*axes}:
+        raise call.error("is over the images of a batch: an image's scores must not depend on others")
     return reader.add("mean", call.name, [call.tensor(0)], axis=axes, keepdims=bool(call.attrs.get("keepdims", 1)))
 
 
@@ -442,22 +457,27 @@ def _transpose(reader: _Reader, call: Call) -> Ref:
     return reader.add("transpose", call.name, [call.tensor(0)], axes=tuple(call.attrs.get("perm", ())))
 
 
+_NOT_OF_A_GELU = "is not part of a GELU, x * (1 + erf(x / sqrt(2))) * 0.5: only that is supported"
+
+
 def _erf(reader: _Reader, call: Call) -> Ref:
     """GELU as exporters of older opsets write it: x / sqrt(2), Erf, + 1, * x, * 0.5, the products in any order."""
     source = reader.nodes[call.tensor(0).node]
     factor = {"_div_scalar": math.sqrt(2), "_mul_scalar": math.sqrt(0.5)}.get(source.op, 0.0)
     if not math.isclose(source.get("scalar", -1.0) or -1.0, factor, rel_tol=1e-4):
-        raise call.error("is no part of a GELU, which reads x / sqrt(2): only that is supported")
+        raise call.error("is not part of a GELU, which reads x / sqrt(2): only that is supported")
     x = source.inputs[0]
     readers: dict[str, list[Any]] = {}
     for node in reader.model.graph.node:
         for name in node.input:
             readers.setdefault(name, []).append(node)
+    for output in reader.model.graph.output:
+        readers.setdefault(output.name, []).append(None)
 
     def step(name: str, op: str) -> tuple[Any, str]:
         """The only node that reads a value, and the other value that it reads."""
-        if len(found := readers.get(name, [])) != 1 or found[0].op_type != op:
-            raise call.error("is no part of a GELU, x * (1 + erf(x / sqrt(2))) * 0.5: only that is supported")
+        if len(found := readers.get(name, [])) != 1 or found[0] is None or found[0].op_type != op:
+            raise call.error(_NOT_OF_A_GELU)
         return found[0], next(each for each in found[0].input if each != name)
 
     def is_number(name: str, value: float) -> bool:
@@ -475,7 +495,7 @@ def _erf(reader: _Reader, call: Call) -> Ref:
         half = reader.nodes[reader.tensors[other].node] if other in reader.tensors else source
         is_gelu = half.op == "_mul_scalar" and half["scalar"] == 0.5 and half.inputs[0] == x
     if not (is_number(one, 1.0) and is_gelu):
-        raise call.error("is no part of a GELU, x * (1 + erf(x / sqrt(2))) * 0.5: only that is supported")
+        raise call.error(_NOT_OF_A_GELU)
     gelu = reader.add("LeakyReLU", call.name, [x], act_type="gelu")
     reader.tensors |= {node.output[0]: gelu for node in (added, product, last)}
     return gelu

@@ -27,7 +27,7 @@ AFTER_CONVOLUTION = ("Activation", "relu", "Pooling", "mean", "Flatten", "Dropou
 
 def build(plugin: Registered, size: int, num_classes: int, label_smoothing: float) -> Symbol:
     """The training Symbol of a plug-in's or a file's network, as `Network.symbol`. `size`: see `in_our_form`. Raises
-    UserError if it is no network that this program can train."""
+    UserError if it is not a network that this program can train."""
     with fresh_names():
         made = plugins.call(plugin, num_classes)
         network = made if isinstance(made, Graph) else _symbol(plugin, made)
@@ -52,11 +52,12 @@ def in_our_form(what: str, network: Symbol | Graph, num_classes: int, size: int)
         num_classes: number of its classes.
         size: height and width, in pixels, of images that it fits.
 
-    Raises UserError if it is no network that this program can train.
+    Raises UserError if it is not a network that this program can train.
     """
-    graph = without_loss(network if isinstance(network, Graph) else _read(what, network))
+    graph = without_loss(what, network if isinstance(network, Graph) else _read(what, network))
     check_operators(what, graph)
     _check_classes(what, graph, num_classes)
+    graph = passes.reading_nhwc(graph, default="NHWC")
     whole = _whole_windows(_checked(what, _in_nhwc(graph), size), size)
     return _in_nhwc(graph.rewrite(lambda node: node.with_attrs(global_pool=True) if node.name in whole else None))
 
@@ -67,13 +68,16 @@ def with_loss(graph: Graph, label_smoothing: float) -> Symbol:
                                 smooth_alpha=label_smoothing)
 
 
-def without_loss(graph: Graph) -> Graph:
-    """The graph up to its scores, if it ends in their softmax."""
+def without_loss(what: str, graph: Graph) -> Graph:
+    """The graph up to its scores, if it ends in their softmax. Raises UserError for a softmax that is none of them."""
     end = graph[graph.outputs[0].node]
-    while len(graph.outputs) == 1 and end.op in LOSS_OPERATORS:
-        graph = Graph(graph, end.inputs[:1], graph.attrs)
-        end = graph[graph.outputs[0].node]
-    return graph
+    if len(graph.outputs) != 1 or end.op not in LOSS_OPERATORS:
+        return graph
+    if end.op == "softmax" and (end["temperature"] != 1 or end["axis"] not in (-1, 1)):
+        raise TrainError(f"{what} ends in softmax ({end.name}) with temperature={end['temperature']:g} and "
+                         f"axis={end['axis']}: let it end in the scores, or in a softmax of them with temperature 1 "
+                         "and axis -1")
+    return Graph(graph, end.inputs[:1], graph.attrs)
 
 
 def known_operators() -> list[str]:
@@ -164,7 +168,7 @@ def _check_any_size(what: str, graph: Graph) -> None:
 
 
 def _in_nhwc(graph: Graph) -> Graph:
-    return passes.layout(graph, "NHWC", inputs=["data"])
+    return passes.layout(graph, "NHWC")
 
 
 def _whole_windows(graph: Graph, size: int) -> frozenset[str]:

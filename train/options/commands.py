@@ -18,12 +18,20 @@ from train.options.data import (
 )
 from train.options.network import DroppingOptions, NetworkOptions
 from train.options.optimizer import OptimizerOptions
-from train.options.run import DeviceOptions, DistributedOptions, LogOptions, PluginOptions, RunOptions
+from train.options.run import (
+    DeviceOptions,
+    DistributedOptions,
+    LogOptions,
+    PluginOptions,
+    RunOptions,
+    StartOptions,
+)
 from train.options.training import TrainingOptions
 
 
 @dataclass(frozen=True)
-class ValidateOptions(LoaderOptions, InferenceImageOptions, BatchOptions, DeviceOptions, DataOptions, PluginOptions):
+class ValidateOptions(LoaderOptions, InferenceImageOptions, BatchOptions, DeviceOptions, DataOptions, PluginOptions,
+                      StartOptions):
     """Print loss and accuracy of a trained network on validation data.
 
     Options that are not given keep their values from the run that trained the network.
@@ -42,7 +50,7 @@ class ValidateOptions(LoaderOptions, InferenceImageOptions, BatchOptions, Device
 
 
 @dataclass(frozen=True)
-class QuantizeOptions(LoaderOptions, InferenceImageOptions, BatchOptions, DataOptions, PluginOptions):
+class QuantizeOptions(LoaderOptions, InferenceImageOptions, BatchOptions, DataOptions, PluginOptions, StartOptions):
     """Quantise a trained network to INT8, and print what that costs in accuracy.
 
     Convolutions then compute with 8-bit integers. Their ranges come from training images. The result is written beside
@@ -146,7 +154,7 @@ class GpuReportOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferenceOptions(LoaderOptions, PluginOptions):
+class InferenceOptions(LoaderOptions, PluginOptions, StartOptions):
     """The network."""
 
     checkpoint: Annotated[str, "PATH"] = ""
@@ -197,7 +205,7 @@ class EmbedOptions(InferenceOptions):
 
 
 @dataclass(frozen=True)
-class ExportOptions(PluginOptions):
+class ExportOptions(PluginOptions, StartOptions):
     """Write a trained network as ONNX, PyTorch or MXNet files, or a network's Symbol."""
 
     checkpoint: Annotated[str, "PATH"] = ""

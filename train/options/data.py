@@ -24,7 +24,7 @@ class DataOptions:
     """Folder or file of images, in any form of docs/data.md: folders of classes, RecordIO, WebDataset, TFRecord,
     CIFAR-10's and CIFAR-100's own files. samples: the built-in sample set; synthetic: generated images."""
     num_classes: int = 0
-    """Number of classes of the network; 0: that of the data."""
+    """Number of classes of the network; 0: the data's number."""
     val_split: float = 0.0
     """For data without validation images: the fraction of each class's images to set aside for validation; 0: none.
     Images are chosen by a hash of their file names, so adding others does not move them."""
@@ -94,7 +94,7 @@ class InferenceImageOptions(Normalisation, CentreCrop):
     """Images."""
 
     val_image_size: int = 0
-    """Image size in validation and prediction, in pixels; 0: that of --image-size. Objects look larger in random crops
+    """Image size in validation and prediction, in pixels; 0: as --image-size. Objects look larger in random crops
     than in whole images, so a size 1.15 to 1.3 times that of training gives a better accuracy (arXiv:1906.06423)."""
 
 

@@ -21,17 +21,21 @@ class RuleOptions:
     """Peak learning rate for a global batch of 256 images, scaled linearly with the global batch."""
     optimizer: Annotated[str, "NAME"] = "sgd"
     """sgd: with momentum; adamw: arXiv:1711.05101; lars and lamb: these two with a learning rate for each layer, for
-    large batches (arXiv:1708.03888, arXiv:1904.00962); lion: arXiv:2302.06675. If the preset has another optimizer,
-    adamw, lamb and lion come with a learning rate and a weight decay of their own (docs/training.md)."""
+    large batches (arXiv:1708.03888, arXiv:1904.00962); lion: arXiv:2302.06675; rmsprop: in TensorFlow's form. If the
+    preset has another optimizer, adamw, lamb, lion and rmsprop come with a learning rate and a weight decay of their
+    own (docs/training.md)."""
     momentum: float = 0.875
-    """Optimizers sgd and lars: momentum."""
+    """Optimizers sgd, lars and rmsprop: momentum; with rmsprop 0.9 by default."""
     nesterov: bool = False
     """Optimizers sgd and lars: use Nesterov's momentum."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Optimizers adamw and lamb: decay of the moving averages of the gradient and of its square, per step. Optimizer
     lion: decay of the average in the step's direction, and in the stored average; by default 0.9 and 0.99."""
+    rho: float = 0.9
+    """Optimizer rmsprop: decay of the moving average of the squared gradient, per step."""
     epsilon: float = 1e-8
-    """Optimizers adamw and lamb: constant added to the root of the mean square, by which gradients are divided."""
+    """Optimizers adamw and lamb: constant added to the root of the mean square, by which gradients are divided.
+    Optimizer rmsprop: constant added to the mean square itself; by default 1e-3."""
     weight_decay: float = 1 / 32768
     """Weight decay; never applied to BatchNorm parameters and biases."""
     trust_coefficient: float = 0.001
@@ -103,7 +107,7 @@ LIMITS: dict[str, Limit] = {
     "weight_decay": between(0, 100),
     "clip_norm": (lambda value: value == 0 or value >= 1e-6, "0, or at least 1e-06"),  # clipping adds 1e-6 to the norm
     **dict.fromkeys(("warmup_epochs", "final_learning_rate"), NOT_NEGATIVE),
-    **dict.fromkeys(("momentum", "label_smoothing", "bce_threshold", "ema_decay"), BELOW_1),
+    **dict.fromkeys(("momentum", "rho", "label_smoothing", "bce_threshold", "ema_decay"), BELOW_1),
     "betas": (lambda value: min(value) >= 0 and max(value) < 1, "two fractions below 1"),
     "class_weights": FRACTION,
     "accumulate": AT_LEAST_1,

@@ -96,6 +96,14 @@ class BeginningOptions(ResumeOptions, WeightsOptions):
     """The run."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class StartOptions:
+    """The command."""
+
+    profile_start: bool = False
+    """Print on standard error where the seconds went, from the start of the process. (Training always prints it.)"""
+
+
 @dataclass(frozen=True)
 class ComputeOptions:
     """Device and precision."""

@@ -15,12 +15,14 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from graph_passes.executors.cuda.buckets import Bucket
-from graph_passes.executors.cuda.executor import CudaExecutor
 from train.errors import TrainError
 from train.processes.pulse import pulse
+
+if TYPE_CHECKING:
+    from graph_passes.executors.cuda.buckets import Bucket
+    from graph_passes.executors.cuda.executor import CudaExecutor
 
 LIBRARY = "bucket_allreduce.so"  # in the folder of Horovod's library, which it links
 ON_HOST = -1
@@ -60,11 +62,11 @@ class BucketAllReduce:
         self._started.append(bucket)
 
     def wait(self) -> None:
-        """Wait until all processes have started these buckets. By then `done` is recorded on the GPU after the mean;
-        the GPU may still be computing or averaging.
+        """Wait until all processes have started these buckets, and their all-reduces are enqueued on the GPU (or done
+        on the host). Each bucket's event `done` is enqueued behind its all-reduce; the GPU may not have reached it yet.
 
-        Raises HorovodInternalError with Horovod's own message if that failed, for example because another process has
-        died.
+        Raises HorovodInternalError with Horovod's own message if an all-reduce failed, for example because another
+        process has died.
         """
         for bucket in self._started:
             fault = self._library.allreduce_wait(self._slots[bucket.name])

@@ -11,18 +11,20 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from common.errors import UserError
 from common.mxnet_compat import mx
 from graph_passes.executors import Executor
-from graph_passes.executors.cuda.executor import CudaExecutor
 from train.errors import LostProcessError, NoHorovodError, TrainError
 from train.processes.allreduce import BucketAllReduce
-from train.processes.invocation import is_of_several
+from train.processes.invocation import is_of_several, machine
 from train.processes.pulse import pulse
+
+if TYPE_CHECKING:
+    from graph_passes.executors.cuda.executor import CudaExecutor
 
 LOST_PROCESS = re.compile("horovod|gloo|nccl|by peer|broken pipe|timed out waiting", re.IGNORECASE)
 BUCKET_BYTES = 25 * 2**20  # approximate size of a group of gradients that are averaged together
@@ -96,6 +98,8 @@ class Workers:
     def gradient_all_reduce(self, executor: Executor) -> GradientAllReduce:
         """The gradient averaging for this executor, valid as long as this object. A collective operation. Raises
         TrainError if Horovod cannot average on GPUs."""
+        from graph_passes.executors.cuda.executor import CudaExecutor
+
         if isinstance(executor, CudaExecutor):
             return self.bucket_all_reduce(executor)
         return _ArrayAllReduce(self, executor)
@@ -187,9 +191,12 @@ class Workers:
             if not self._hvd:
                 raise
             mistake = str(error)
-        mistakes = [found for found in self.gather(mistake) if found]
+        found = self.gather((machine(), mistake))
+        mistakes = [(name, sentence) for name, sentence in found if sentence]
         if mistakes:
-            raise TrainError(mistakes[0], on_all_ranks=True)
+            name, sentence = mistakes[0]
+            is_own = name and len(mistakes) < len(found)  # of this machine, which the sentence then names
+            raise TrainError(f"on {name}: {sentence}" if is_own else sentence, on_all_ranks=True)
 
 
 class _ArrayAllReduce:

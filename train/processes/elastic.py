@@ -78,7 +78,7 @@ class RunState(State):  # type: ignore[misc]  # Horovod is untyped
 
     def sync(self) -> None:
         """Give a process that joins the run's state, from the first process that knows it. Also reports how the run
-        continues after a fault. Raises TrainError, as `run`."""
+        continues after a fault. Raises TrainError, like `run`."""
         with _losses_named():
             own = Member(socket.gethostname(), os.getpid(), self.beginning is not None, pulse.commits, self.fault)
             before, self.members, self.fault = self.members, _gather(own), ""
@@ -96,7 +96,7 @@ class RunState(State):  # type: ignore[misc]  # Horovod is untyped
 
 def _what_happened(before: Sequence[Member], now: Sequence[Member]) -> str:
     """The fault that has ended the session of `before`; "" if there was none, or if our launcher reports it. Raises
-    TrainError, as `run`."""
+    TrainError, like `run`."""
     fault = next((member.fault for member in now if member.fault), "")
     if not fault:
         return ""

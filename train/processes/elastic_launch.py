@@ -248,7 +248,7 @@ class ElasticRun:
             record.generation = self._generation
 
     def _ranks(self) -> dict[str, SlotInfo]:
-        """The ranks of the latest generation, by host. For Horovod each slot is a host of its own."""
+        """The ranks of the latest generation, by host. For Horovod each slot is a separate host."""
         size = len(self._members)
         return {_host(worker.slot): SlotInfo(hostname=_host(worker.slot), rank=rank, size=size, local_rank=0,
                                              local_size=1, cross_rank=rank, cross_size=size)

@@ -4,21 +4,30 @@
 Each process gets SIGTERM when its launcher is gone (PR_SET_PDEATHSIG), saves a checkpoint and ends. But a stopped
 process receives no signal, and a hanging process blocks all others. So the guard wakes stopped processes, watches the
 others like the launcher, and kills a process that hangs.
+
+A process that horovodrun has started over ssh has no launcher on its machine. Its output goes through sshd to the
+launcher, and `end_with_output` ends the process when nobody reads it any more.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
+import socket
+import stat
 import subprocess
 import sys
 import time
 
 from common.program import GUARD, own_process
+from train.processes.signals import end_with_parent
 from train.processes.watch import Watch, status
 
 POLL_SECONDS = 0.1
+ANSWER_SECONDS = 10  # for a launcher to accept a connection
+SECONDS_TO_SAVE = 60  # for a process to save and report after a request to stop
 
 
 class Guard:
@@ -56,6 +65,48 @@ def main(descriptor: int, count: int, seconds: float) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL if hang and number in hang.processes else signal.SIGCONT)
         time.sleep(POLL_SECONDS)
+
+
+def end_with_output() -> None:
+    """From now on this process, also after an exec, gets SIGTERM when its standard output has lost its reader, and
+    SIGKILL if it is still there SECONDS_TO_SAVE later. Does nothing if the output is neither a pipe nor a socket.
+
+    In an elastic run whose launcher is still there it gets SIGKILL alone, because SIGTERM would stop the others too.
+    """
+    process, output = os.getpid(), sys.stdout.fileno()
+    mode = os.fstat(output).st_mode
+    if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)) or os.fork():
+        return
+    try:
+        end_with_parent(signal.SIGKILL)
+        os.setsid()
+        if os.getppid() == process:
+            _end_without_reader(process, output)
+    finally:
+        os._exit(0)
+
+
+def _end_without_reader(process: int, output: int) -> None:
+    """Wait until a descriptor has lost its reader, and end the process then."""
+    reader = select.poll()
+    reader.register(output, 0)  # reports an error only, which is that
+    reader.poll()
+    if not _others_go_on():
+        os.kill(process, signal.SIGTERM)
+    time.sleep(SECONDS_TO_SAVE)
+    os.kill(process, signal.SIGKILL)
+
+
+def _others_go_on() -> bool:
+    """Whether this is an elastic run whose launcher is still there."""
+    if os.environ.get("HOROVOD_ELASTIC") != "1":
+        return False
+    place = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+    try:
+        socket.create_connection(place, ANSWER_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def _is_there(pid: int, started: int) -> bool:

@@ -1,13 +1,18 @@
-"""How this process was started: the launcher and the command line."""
+"""How this process was started: the launcher, the command line, and the machine's name among several."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import shlex
 import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
-from common.program import CALLED_AS, CONSOLE_COMMAND, PROGRAMS, TRAIN, is_console, start_of, words_of
+from common.errors import ProgramError
+from common.program import CALLED_AS, CONSOLE_COMMAND, PACKAGES, PROGRAMS, TRAIN, is_console, start_of, words_of
 from train.errors import TrainError
 
 ROOT = Path(__file__).resolve().parents[2]  # of the project; also in common.environment, which imports slow modules
@@ -16,6 +21,10 @@ LAUNCHER_VARIABLE = "RESNET_LAUNCHER"  # environment variable: the launcher's co
 # Environment variables of Horovod, or of our launcher in its place: a process's rank, and the number of processes.
 PLACE = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
 MEETING = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
+
+# Environment variable of runs over several machines: the `code_digest` of the machine where the run was started.
+DIGEST_VARIABLE = "RESNET_CODE_DIGEST"
+CODE = (".py", ".cc", ".cu", ".cuh")
 
 
 def is_of_several() -> bool:
@@ -32,6 +41,42 @@ def is_of_several() -> bool:
     raise TrainError(f"{' '.join(f'{name}={value}' for name, value in found.items())} is in the environment, "
                      f"{'without ' + ' and '.join(missing) if missing else 'which do not fit together'}: unset all of "
                      "HOROVOD_*, or start the processes with scripts/dgx1_8gpu.sh")
+
+
+def machine() -> str:
+    """This machine's name in a run over several machines; "" in any other run."""
+    return os.environ.get("HOROVOD_HOSTNAME", "") if DIGEST_VARIABLE in os.environ else ""
+
+
+@contextlib.contextmanager
+def naming_machine() -> Iterator[None]:
+    """Inside, an error of this process alone names its machine, in a run over several."""
+    try:
+        yield
+    except ProgramError as error:
+        if machine() and not getattr(error, "on_all_ranks", False):
+            error.args = (f"on {machine()}: {error}",)
+        raise
+    except OSError as error:
+        if machine() and error.filename:
+            error.filename = f"{error.filename} on {machine()}"
+        raise
+
+
+@cache
+def code_digest() -> str:
+    """A SHA-256 of this project's code, as it was at the first call."""
+    digest = hashlib.sha256()
+    for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.suffix in CODE):
+        digest.update(f"{path.relative_to(ROOT)} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def check_code() -> None:
+    """Raise TrainError if the machine where the run was started has other code than this one."""
+    if DIGEST_VARIABLE in os.environ and os.environ[DIGEST_VARIABLE] != code_digest():
+        raise TrainError(f"other code is in {ROOT} than on the machine that started the run: bring both to the same "
+                         "commit")
 
 
 def launcher() -> str:

@@ -34,8 +34,16 @@ from common.output import make_lasting, print_error
 from common.program import LAUNCH, PROGRAMS, TRAIN, own_process
 from train.command_line import COMMANDS, understood
 from train.errors import EXIT_HUNG_PROCESS, EXIT_LOST_PROCESS, NoHorovodError, TrainError
-from train.processes import topology
-from train.processes.invocation import LAUNCHER_VARIABLE, ROOT, is_of_several, is_own_environment, script
+from train.processes import guard, topology
+from train.processes.invocation import (
+    LAUNCHER_VARIABLE,
+    ROOT,
+    check_code,
+    is_of_several,
+    is_own_environment,
+    naming_machine,
+    script,
+)
 from train.processes.watch import DEFAULT_SECONDS
 from train.processes.worker import (
     GRACE_SECONDS,
@@ -221,7 +229,7 @@ def parse(arguments: Sequence[str]) -> tuple[LaunchOptions, list[str]]:
     passed[end:end] = [word for option, value in (("--batch-size", own.batch_size), ("--epochs", own.epochs))
                        if value is not None for word in (option, str(value))]
     if own.min_np and own.processes and own.min_np > own.processes:
-        raise TrainError(f"--min-np {own.min_np} is more than the {own.processes} processes of -n; lower it")
+        raise TrainError(f"--min-np {own.min_np} is more than the {own.processes} processes of -n; lower --min-np")
     if own.cooldown and not own.min_np:
         raise TrainError("--cooldown is for elastic runs; give --min-np too, or leave it out")
     return own, passed
@@ -232,15 +240,18 @@ def main(arguments: Sequence[str]) -> int:
     on_cpu = given_value(passed, "--device") == "cpu"
     command = own_process(*passed or [TRAIN])
     if "HOROVOD_LOCAL_RANK" in os.environ and is_of_several():  # horovodrun has started this process
-        topology.check_host_name()
-        slots, _ = plan(int(os.environ["HOROVOD_LOCAL_SIZE"]), on_cpu)
+        with naming_machine():
+            check_code()
+            topology.check_host_name()
+            slots, _ = plan(int(os.environ["HOROVOD_LOCAL_SIZE"]), on_cpu)
+        guard.end_with_output()
         _become(command, slots[int(os.environ["HOROVOD_LOCAL_RANK"])])
     name, _ = understood(passed)  # reports a mistake once, before Horovod is compiled
     if COMMANDS[name].outlasts_output:
         make_lasting()
     slots, notes = plan(own.processes, on_cpu)
     if own.min_np and own.min_np > len(slots):
-        raise TrainError(f"--min-np {own.min_np} is more than the {len(slots)} processes here; lower it")
+        raise TrainError(f"--min-np {own.min_np} is more than the {len(slots)} processes here; lower --min-np")
     for line in (*map(str, slots), *notes):
         print(line, flush=True)
     variables = [f"{name}={value}" for name, value in slots[0].environment.items()]

@@ -1,7 +1,8 @@
 """Starts a run on several machines: `scripts/multi_host.sh`, or `python -m train.processes.multi_host`.
 
 horovodrun starts the processes over ssh, each as `python -m train.processes.launch`, which binds itself to the cores
-beside its GPU and becomes `python -m train`. This module builds the call of horovodrun and reports its failures.
+beside its GPU and becomes `python -m train`. This module checks the machines, builds the call of horovodrun and
+reports its failures.
 """
 
 from __future__ import annotations
@@ -13,29 +14,39 @@ from train.processes.signals import STOPPED_EARLY, ending_with, leave_at, see_th
 if __name__ == "__main__":
     leave_at(signal.SIGINT, signal.SIGTERM)
 
+import contextlib
 import os
 import re
 import shlex
 import subprocess
 import sys
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from types import SimpleNamespace
+from typing import Annotated, Any
 
 from common.command_line import Positive, exit_code_of, given_and_rest, part_of, to_arguments
-from common.errors import ProgramError
+from common.errors import EXIT_FAILURE, ProgramError
 from common.output import make_lasting, print_error
 from common.program import LAUNCH, MULTI_HOST, PROGRAMS, own_process
 from train.command_line import COMMANDS, understood
-from train.errors import TrainError
+from train.errors import EXIT_LOST_PROCESS, TrainError
 from train.processes import launch
-from train.processes.invocation import LAUNCHER_VARIABLE, script
+from train.processes.guard import SECONDS_TO_SAVE
+from train.processes.invocation import DIGEST_VARIABLE, LAUNCHER_VARIABLE, ROOT, code_digest, script
 from train.processes.worker import TOLD, WAY_OUT, how_it_ended
 
-SECONDS_TO_SAVE = 60  # seconds for a process to save and report after a request to stop
+# A connection that is silent for 30 s is given up, as Gloo gives up its own.
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=no", "-o", "ConnectTimeout=10",
+       "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=6")
+# What each machine does before the run: import what Horovod starts there first, and show its code.
+PROBE = "import horovod.runner.task_fn; from train.processes.invocation import code_digest; print(code_digest())"
+ANSWER_SECONDS = 60  # for a machine to do that, at most
+EXIT_SSH = 255  # of ssh itself, also where a signal has killed the remote process
 if __name__ == "__mp_main__":  # in Horovod's helper processes, which start and end the processes of the run
     from horovod.runner.common.util import safe_shell_exec
 
@@ -97,7 +108,7 @@ def check_elastic(own: MultiHostOptions) -> None:
         raise TrainError("--max-np and --blacklist-cooldown-range are for elastic runs; give --min-np or "
                          "--host-discovery-script too, or leave them out")
     if own.min_np and own.max_np and own.min_np > own.max_np:
-        raise TrainError(f"--min-np {own.min_np} is more than --max-np {own.max_np}; lower it")
+        raise TrainError(f"--min-np {own.min_np} is more than --max-np {own.max_np}; lower --min-np")
     first, last = own.blacklist_cooldown_range or (0, 0)
     if first > last:
         raise TrainError(f"--blacklist-cooldown-range goes from {first} to {last} seconds; give the smaller one first")
@@ -148,7 +159,7 @@ def main(arguments: Sequence[str]) -> int:
     count = own.processes or available
     if not own.host_discovery_script:
         if count > available:
-            raise TrainError(f"-n {count} is more than the {available} processes of the machines; lower it")
+            raise TrainError(f"-n {count} is more than the {available} processes of the machines; lower -n")
         words += ["-H", ",".join(f"{host}:{gpus}" for host, gpus in hosts.items())]
     if (own.host_discovery_script or own.min_np) and len(hosts) < 2 and not own.network_interface:
         raise TrainError(f"an elastic run over machines needs two of them to begin, or --network-interface, but there "
@@ -156,6 +167,7 @@ def main(arguments: Sequence[str]) -> int:
     if not count:
         raise TrainError(f"the host discovery script {own.host_discovery_script} names no machine yet; give -n, the "
                          "number of processes to wait for")
+    os.environ[DIGEST_VARIABLE] = code_digest()
     os.environ[LAUNCHER_VARIABLE] = f"{script(MULTI_HOST)} {shlex.join(['-n', str(count), *words])}"
     # Horovod has a shell run the script.
     words = [shlex.quote(word) if word == own.host_discovery_script else word for word in words]
@@ -163,33 +175,126 @@ def main(arguments: Sequence[str]) -> int:
     print(shlex.join(["horovodrun", *asked]), flush=True)
     if count > available:
         print(f"waiting for {count} processes; {own.host_discovery_script} names {available} so far", flush=True)
-    return see_through(partial(horovodrun, asked))
+    return see_through(partial(horovodrun, asked, hosts, own.ssh_port))
 
 
-def horovodrun(arguments: Sequence[str]) -> int:
+def horovodrun(arguments: Sequence[str], hosts: Mapping[str, int], ssh_port: int | None) -> int:
     """Run horovodrun and return its exit code: 0, or that of the first process that failed, whose last words are
-    printed. Raises ProgramError if Horovod is missing or rejects the machines, and StoppedBySignal while it starts."""
+    printed. Raises ProgramError if Horovod is missing or a machine cannot be used, and StoppedBySignal while it
+    starts."""
     with ending_with(STOPPED_EARLY):
         launch.require_horovod("several")
         from horovod.runner.common.util.timeout import TimeoutException
         from horovod.runner.launch import run_commandline
 
+        if faults := unusable(hosts, ssh_port):
+            raise ProgramError(f"{'; '.join(faults)}: each machine needs ssh without a password from here, and "
+                               f"{sys.executable} and the same commit in {ROOT} as here")
+    _adapt_horovod(hosts, ssh_port)
     sys.argv[1:] = arguments
     try:
-        run_commandline()
+        with _noting_codes() as codes:
+            run_commandline()
     except (RuntimeError, ValueError, TimeoutException) as error:
         sentence = " ".join(str(error).split())
         failed = re.search(r"Process name: (\S+) Exit code: (\d+)", sentence)
         if not failed:
-            hint = "; see that ssh to each of them works without a password" if "ssh" in sentence else ""
-            raise ProgramError(sentence + hint) from None
+            raise ProgramError("; ".join([sentence, *unusable(hosts, ssh_port)])) from None
         process, code = failed[1], int(failed[2])
-        if code not in TOLD:
-            by_signal = code - 128 in set(signal.Signals)  # the shells' convention
-            print_error(f"process {process} {how_it_ended(128 - code if by_signal else code)}, so the run ends; "
-                        f"{WAY_OUT}", apart=True)
+        if not process.isdecimal() and 0 in codes:  # one that has trained to the end is enough for an elastic run
+            return 0
+        if code not in TOLD or code == EXIT_LOST_PROCESS:
+            faults = unusable(hosts, ssh_port)
+            if faults or code != EXIT_LOST_PROCESS:
+                why = "; ".join(faults) or f"{_name(process, hosts)} {_end(code)}"
+                print_error(f"{why}, so the run ends; {WAY_OUT}", apart=True)
         return code
     return 0
+
+
+def _adapt_horovod(hosts: Mapping[str, int], ssh_port: int | None) -> None:
+    """Have Horovod use our options of ssh, name a machine that fails while it looks for their interfaces, and use
+    --network-interface also while this machine is the only one: Horovod would then accept only the interface of
+    127.0.0.1, by which no other machine can join later."""
+    from horovod.runner.driver import driver_service
+    from horovod.runner.util import remote
+
+    def end(code: int) -> None:
+        why = "; ".join(unusable(hosts, ssh_port)) or "a machine has failed for the reason above"
+        print_error(f"{why}, while the run was starting: start it again with the same command", apart=True)
+        os._exit(EXIT_FAILURE)
+
+    driver_service.os = SimpleNamespace(_exit=end)  # Horovod ends this process from a thread, without a sentence
+    remote.SSH_COMMAND_PREFIX = shlex.join(SSH)
+    of_this_machine = driver_service.get_local_interfaces
+    driver_service.get_local_interfaces = lambda settings: settings.nics or of_this_machine(settings)
+
+
+@contextlib.contextmanager
+def _noting_codes() -> Iterator[list[int]]:
+    """Inside, Horovod adds the exit code of each process of the run that ends to the list."""
+    from horovod.runner.common.util import safe_shell_exec
+
+    codes: list[int] = []
+    execute = safe_shell_exec.execute
+
+    def noting(*words: Any, index: int | None = None, **options: Any) -> int:
+        code = int(execute(*words, index=index, **options))
+        if index is not None:  # a process without an index does not belong to the run
+            codes.append(code)
+        return code
+
+    safe_shell_exec.execute = noting
+    try:
+        yield codes
+    finally:
+        safe_shell_exec.execute = execute
+
+
+def unusable(hosts: Iterable[str], port: int | None) -> list[str]:
+    """Why other machines cannot take part in a run: a sentence for each of them."""
+    from horovod.runner.util.network import filter_local_addresses
+
+    there = f"cd {shlex.quote(str(ROOT))} && exec {shlex.quote(sys.executable)} -c {shlex.quote(PROBE)}"
+    ssh = [*SSH, *(["-p", str(port)] if port else [])]
+    with contextlib.ExitStack() as started:
+        probes = {}
+        for host in filter_local_addresses(list(hosts)):
+            probes[host] = started.enter_context(subprocess.Popen(
+                [*ssh, host, there], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                text=True))
+            started.callback(probes[host].kill)  # before its exit, which waits for it
+        end = time.monotonic() + ANSWER_SECONDS
+        return [fault for host, probe in probes.items() if (fault := _fault(host, probe, end - time.monotonic()))]
+
+
+def _fault(host: str, probe: subprocess.Popen[str], seconds: float) -> str:
+    """Why a machine cannot take part in a run; "" if its probe ends well within so many seconds."""
+    try:
+        out, err = probe.communicate(timeout=max(0, seconds))
+    except subprocess.TimeoutExpired:
+        return f"machine {host} does not answer within {ANSWER_SECONDS} s"
+    if not probe.returncode:
+        return "" if out.split()[-1:] == [code_digest()] else f"machine {host} has other code in {ROOT}"
+    said = (err.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
+    return f"machine {host} cannot {'be reached' if probe.returncode == EXIT_SSH else 'start the project'} ({said})"
+
+
+def _name(process: str, hosts: Mapping[str, int]) -> str:
+    """The name of a process for users. Horovod's is its rank, or HOST[NUMBER] in an elastic run."""
+    if not process.isdecimal():
+        host, number = process.rstrip("]").split("[")
+        return f"process {number} on {host}"
+    machines = [host for host, count in hosts.items() for _ in range(count)]
+    return f"process {process} on {machines[int(process)]}"
+
+
+def _end(code: int) -> str:
+    """How a process has ended, by the exit code that horovodrun has seen."""
+    if code == EXIT_SSH:
+        return "was killed, or its connection to this machine was lost"
+    by_signal = code - 128 in set(signal.Signals)  # the shells' convention
+    return how_it_ended(128 - code if by_signal else code)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ guard, reads.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
@@ -38,6 +39,9 @@ ANSWERS: dict[int, str] = {
 }
 
 STOPPED_EARLY = "stopped while it started"  # before the first step
+
+PR_SET_PDEATHSIG = 1  # of prctl(2)
+_libc = ctypes.CDLL(None)
 
 Handler = Callable[[int, "FrameType | None"], object]
 
@@ -98,6 +102,11 @@ class Signals:
             self.save = True
         else:
             self.stop = self.stop or number
+
+
+def end_with_parent(number: int) -> None:
+    """This process, also after an exec, gets this signal when its parent dies. Its own children do not inherit that."""
+    _libc.prctl(PR_SET_PDEATHSIG, number)
 
 
 def is_first() -> bool:

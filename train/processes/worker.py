@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import os
 import signal
@@ -20,14 +19,19 @@ from train.errors import EXIT_HUNG_PROCESS, EXIT_LOST_PROCESS, TrainError
 from train.processes import topology
 from train.processes.guard import Guard
 from train.processes.pulse import Activity
-from train.processes.signals import INSISTENT, SAME_SECONDS, STOPPED_EARLY, STOPPING, ending, handled
+from train.processes.signals import (
+    INSISTENT,
+    SAME_SECONDS,
+    STOPPED_EARLY,
+    STOPPING,
+    end_with_parent,
+    ending,
+    handled,
+)
 from train.processes.watch import Watch
-
-_libc = ctypes.CDLL(None)
 
 GRACE_SECONDS = 3.0  # seconds for the other processes to end by themselves after one has failed
 POLL_SECONDS = 0.05
-PR_SET_PDEATHSIG = 1  # of prctl(2)
 # Exit codes of processes that have reported why they end.
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)  # on request
 TOLD = (EXIT_USER_ERROR, EXIT_LOST_PROCESS, EXIT_HUNG_PROCESS, *STOPPED)
@@ -235,7 +239,7 @@ class Processes:
 def stop_with_us() -> None:
     """For a new process (`preexec_fn`): it gets SIGTERM when its parent dies, so that it saves a checkpoint and frees
     the GPU. (In a run of several processes, `Guard` also ends those that do not react.)"""
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    end_with_parent(signal.SIGTERM)
 
 
 def stop_ours_with_us() -> None:

@@ -56,6 +56,7 @@ UNITS = {
     "price": "whatever --price-per-hour is in",
     "hours": "h",
     "seconds": "s",
+    "start_seconds": "s from the start of a session's command to its record, by phase; not part of time",
 }
 
 
@@ -255,6 +256,8 @@ class RunRecord:
     session_starts: list[int] = field(default_factory=list)  # steps done at the start of each session
     session_images: list[int] = field(default_factory=list)  # images per step in each session
     seconds: float = 0.0  # total time of all sessions
+    # time of the sessions' commands before that, by phase: imports, data, network, ...
+    start_seconds: dict[str, float] = field(default_factory=dict)
     phase_seconds: dict[str, float] = field(default_factory=dict)  # validation, checkpoint, ...: time outside the steps
     loader_images_per_sec: float | None = None  # the loader running alone, all processes together
     epochs: list[EpochRow] = field(default_factory=list)
@@ -365,7 +368,7 @@ class RunRecord:
         points = [point for point in self.loss_curve if point.step > first_step]
         weights = np.diff([first_step, *(point.step for point in points)])
         counted = self.counted_steps
-        # A session shorter than its warm-up counts its last step, but that is no measure of the epoch's speed.
+        # A session shorter than its warm-up counts its last step, but that step does not measure the epoch's speed.
         warm = max(first_step - self.steps_before, self.session_starts[-1] + self.warmup_steps)
         counted = counted[counted >= warm]
         ms = np.asarray(self.step_ms)[counted].sum()
@@ -430,6 +433,8 @@ class RunRecord:
         for name in ("config", "images_per_step", "num_processes", "warmup_steps"):
             setattr(self, name, line[name])
         self.num_classes = line.get("num_classes")
+        for name, seconds in line.get("start_seconds", {}).items():
+            self.start_seconds[name] = self.start_seconds.get(name, 0.0) + seconds
         for name in ("git_commit", "versions", "hardware"):
             setattr(self, name, line[name])
 

@@ -22,11 +22,12 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, TypeVar
 
 from rich.console import Console
 
+from common.phases import FIRST_BATCH
 from graph_passes.executors import Metrics
 from train.errors import TrainError
 from train.processes.signals import StoppedBySignal
@@ -61,6 +62,7 @@ class Recorder:
         evaluated: the images used in validation, a key of `metrics.EVALUATED`.
         first_step: optimizer steps done at the checkpoint that the run resumes from.
         first_epoch: epochs completed at that checkpoint.
+        start_seconds: seconds that the command has taken so far, by phase (`common.phases`).
         warmup_steps: steps at the start of a session that throughput excludes, while kernels are chosen and caches
             fill.
         tensorboard, mlperf: write these logs too.
@@ -85,6 +87,7 @@ class Recorder:
         evaluated: str = VALIDATION,
         first_step: int = 0,
         first_epoch: int = 0,
+        start_seconds: Mapping[str, float] = MappingProxyType({}),
         warmup_steps: int = 10,
         tensorboard: bool = True,
         mlperf: bool = False,
@@ -106,6 +109,7 @@ class Recorder:
         self._next_log = first_step + 1
         self._last_line = clock()  # time of the terminal's last line
         self._phase = ""  # the latest phase
+        self._start_seconds, self._phase_seconds = dict(start_seconds), dict[str, float]()  # of this session
         self._learning_rate = 0.0  # the last step's
         self._last_step_images: int | None = None  # set if the last step had fewer images than the others
         self._interval: Interval | None = None  # the closed interval, if it still waits for its metrics
@@ -121,8 +125,8 @@ class Recorder:
         self.record = self._logs.record
         self._named_bad.update(event["file"] for event in self.record.events if event["event"] in IMAGE_EVENTS)
         self._logs.begin_session(self._place, config, images_per_step=images_per_step, num_processes=num_processes,
-                                 num_classes=num_classes, warmup_steps=warmup_steps, tensorboard=tensorboard,
-                                 mlperf=mlperf)
+                                 num_classes=num_classes, warmup_steps=warmup_steps, start_seconds=start_seconds,
+                                 tensorboard=tensorboard, mlperf=mlperf)
         self._terminal = Terminal(num_epochs, console, self.record.examples, self.record.tells_top5)
 
     # --- steps ---
@@ -293,9 +297,21 @@ class Recorder:
         if self._terminal:
             self._terminal.show()
         self._clock.leave_out(seconds)  # a checkpoint within an epoch does not count for the next step
+        self._phase_seconds[name] = self._phase_seconds.get(name, 0.0) + seconds
         if self._logs and is_validation:
             self._logs.end_validation(self._place.epoch + 1)
         self._emit("phase", name=name, seconds=seconds)
+
+    def seconds(self) -> dict[str, float]:
+        """Where the seconds of this session went, from the start of its command, by phase."""
+        first = self.record.session_starts[-1]
+        steps, waits = (sum(ms[first + 1 :]) / 1e3 for ms in (self.record.step_ms, self.record.loader_wait_ms))
+        begun = {}
+        if len(self.record.step_ms) > first:
+            wait = self.record.loader_wait_ms[first] / 1e3
+            begun = {FIRST_BATCH: wait, "first step": self.record.step_ms[first] / 1e3 - wait}
+        return {**self._start_seconds, **begun, "steps": steps - waits, "waiting for batches": waits,
+                **self._phase_seconds}
 
     def show_progress(self, done: int, total: int) -> None:
         """Report that `done` batches of the current phase are done; prints a line if the terminal has been silent for
@@ -337,8 +353,9 @@ class Recorder:
     # --- other events ---
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Log an event in metrics.jsonl and the report: `checkpoint`, `bad_image`, `stop`, ..."""
-        self._emit(kind, step=self._place.step, **fields)
+        """Log an event in metrics.jsonl and the report: `checkpoint`, `bad_image`, `stop`, ... Its `step` is the
+        present one unless given."""
+        self._emit(kind, **{"step": self._place.step, **fields})
 
     def name_image(self, kind: str, file: str, reason: str) -> None:
         """Report an image that is skipped, or used although damaged; `kind`: a key of IMAGE_EVENTS."""

@@ -38,7 +38,7 @@ class RunLogs:
 
     def begin_session(
         self, place: Place, config: Mapping[str, Any], *, images_per_step: int, num_processes: int,
-        num_classes: int | None, warmup_steps: int, tensorboard: bool, mlperf: bool
+        num_classes: int | None, warmup_steps: int, start_seconds: Mapping[str, float], tensorboard: bool, mlperf: bool
     ) -> None:
         """Begin or resume a run with this configuration at `place`."""
         self._first_step = place.step
@@ -53,6 +53,7 @@ class RunLogs:
             num_processes=num_processes,
             num_classes=num_classes,
             warmup_steps=warmup_steps,
+            start_seconds={name: round(value, 3) for name, value in start_seconds.items()},
             git_commit=environment.git_commit(),
             versions=environment.versions(),
             hardware=environment.hardware(),

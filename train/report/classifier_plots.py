@@ -47,7 +47,7 @@ def confusion(matrix: np.ndarray, names: Sequence[str], theme: Theme) -> Drawing
             is_dark = cells[row, column] @ (0.299, 0.587, 0.114) < 0.55  # luma, ITU-R BT.601
             axes.text(column, row, f"{matrix[row, column]:,}", ha="center", va="center",
                       fontsize=8 if count <= 12 else 6.5, color="#ffffff" if is_dark else "#1f2328")
-    return Drawing(figure, theme)
+    return Drawing(figure)
 
 
 def calibration(outcomes: Outcomes, theme: Theme) -> Drawing:
@@ -69,7 +69,7 @@ def calibration(outcomes: Outcomes, theme: Theme) -> Drawing:
     for axes in (upper, lower):
         axes.set_facecolor(theme.background)
     plots._legend(upper, theme)
-    return Drawing(figure, theme)
+    return Drawing(figure)
 
 
 def _rgb(color: str) -> np.ndarray:

@@ -103,7 +103,7 @@ def _plot(title: str, x_label: str, y_label: str, lines: Sequence[Line | None], 
     axes.yaxis.set_major_formatter("{x:g}")
     figure.legend(loc="outside lower left", ncols=columns, frameon=False, labelcolor=theme.text, fontsize=9,
                   handlelength=2.4)
-    return plots.Drawing(figure, theme).svg
+    return plots.Drawing(figure).svg
 
 
 def _short(name: str) -> str:

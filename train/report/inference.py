@@ -121,4 +121,4 @@ def plot(points: Sequence[Point], title: str) -> bytes:
     right.set_xticks([batch for batch in batches if batch <= LATENCY_BATCH])
     figure.legend(*left.get_legend_handles_labels(), loc="upper right", ncols=len(theme.parts), frameon=False,
                   labelcolor=theme.text, fontsize=9, handlelength=1.6, columnspacing=1.4)  # beside the title
-    return plots.Drawing(figure, theme).png
+    return plots.Drawing(figure).png

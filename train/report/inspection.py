@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipelines import DataError, Loader, LoaderConfig, open_chosen
+import pipelines
+from pipelines import DataError, Loader, LoaderConfig
 from train.classes import display_names
 from train.recording.metrics import VALIDATION
 from train.recording.outcomes import Outcomes
@@ -67,6 +68,6 @@ def _pictures(loader: Loader, chosen: Sequence[int]) -> tuple[np.ndarray, np.nda
 
 def _valid(config: LoaderConfig, chosen: Sequence[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield, batch by batch, the chosen images' pixels, and their positions in `chosen`."""
-    with open_chosen(config, chosen) as loader:
+    with pipelines.open_chosen(config, chosen) as loader:
         for batch in loader:
             yield batch.data.asnumpy()[: batch.num_valid].astype(np.float32), np.array(batch.indices, np.int64)

@@ -87,7 +87,7 @@ def write_pages(
     and name.html with these blocks. Raises UserError for a folder that cannot be written."""
     drawn = {file: draw(plots.LIGHT) for file, draw in figures.items()}
     light = {file: drawing.svg for file, drawing in drawn.items()}
-    dark = {file: draw(plots.DARK).svg for file, draw in figures.items()}
+    dark = {file: plots.darkened(light[file]) or draw(plots.DARK).svg for file, draw in figures.items()}
     contents: dict[str, bytes] = {
         **{file: drawing.png for file, drawing in drawn.items()},
         **sheets,
@@ -118,7 +118,7 @@ NUM_NAMED = 3  # skipped images named at the top of a report
 
 CAPTIONS = {
     "throughput.png": "Speed of every training step over the time spent in steps.",
-    "time_split.png": "All time of the run, from its start to its end.",
+    "time_split.png": "All time of the run, from the start of its command to its end.",
     "gpu.png": "Means between two log lines, over the time spent in steps.",
     "loss.png": "Mean training loss between two log lines; loss on whole images after an epoch.",
     "accuracy.png": "Share of images whose class is the first guess (top-1){}.",
@@ -186,6 +186,9 @@ def _contents(
             ],
         ),
     ]
+    if record.start_seconds:
+        parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in record.start_seconds.items())
+        blocks += [Text(f"The start, before anything is recorded: {parts}.")]
     blocks += _gpu_blocks(record, summary, figures)
     if record.events:
         blocks += [Heading("Events"), _event_table(record)]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import math
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 # upper end of the plot, as a multiple of the highest perplexity in validation, or in training after the first
 # validation
 PERPLEXITY_ROOM = 1.5
+FAST = 1  # level of PNG's compression: files are a tenth larger than at the usual 6, and made in a third of the time
 MAX_POINTS = 750  # longer series are drawn as medians of equal parts, because a plot has not enough pixels
 
 
@@ -42,6 +45,10 @@ class Theme:
     grid: str
     series: tuple[str, str, str]
     parts: tuple[str, ...]  # colours of a stacked bar; the last part is muted
+
+    @property
+    def colors(self) -> tuple[str, ...]:
+        return self.background, self.text, self.muted, self.grid, *self.series, *self.parts
 
 
 LIGHT = Theme(
@@ -61,29 +68,62 @@ DARK = Theme(
     parts=("#58a6ff", "#f0883e", "#4fc794", "#b392f0", "#e3c04f"),
 )
 
+_DARK_COLORS = {one.encode(): other.encode() for one, other in zip(LIGHT.colors, DARK.colors, strict=True)}
+_LIGHT_COLOR = re.compile(b"|".join(_DARK_COLORS))
+
+
+def prepare() -> None:
+    """Import what draws, which takes half a second, so that drawing need not wait for it."""
+    matplotlib()
+    for module in ("figure", "backends.backend_agg", "backends.backend_svg"):
+        importlib.import_module(f"matplotlib.{module}")
+
 
 class Drawing:
-    """A figure that is drawn when its content is requested."""
+    """A figure that is drawn when its content is requested. Its layout is computed once, for all formats."""
 
-    def __init__(self, figure: Figure, theme: Theme) -> None:
-        self.figure, self._theme = figure, theme
+    def __init__(self, figure: Figure) -> None:
+        self.figure = figure
 
     @property
     def png(self) -> bytes:
-        return self._saved("png")
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+        return self._written(partial(FigureCanvasAgg(self.figure).print_png, pil_kwargs={"compress_level": FAST}))
 
     @property
     def svg(self) -> bytes:
         """For HTML: sharp at any size, with letters as text. The same figure gives the same bytes."""
-        with matplotlib().rc_context({"svg.fonttype": "none", "svg.hashsalt": "report"}):
-            return _LONG_NUMBER.sub(rb"\1", self._saved("svg", metadata={"Date": None, "Creator": None}))
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
 
-    def _saved(self, form: str, **options: Any) -> bytes:
-        buffer = io.BytesIO()
+        with matplotlib().rc_context({"svg.fonttype": "none", "svg.hashsalt": "report"}):
+            write = partial(FigureCanvasSVG(self.figure).print_svg, metadata={"Date": None, "Creator": None})
+            return _LONG_NUMBER.sub(rb"\1", self._written(write))
+
+    def _written(self, write: Callable[[io.BytesIO], None]) -> bytes:
+        """What a canvas writes. `Figure.savefig` would draw everything twice, and compute the layout each time."""
+        buffer, dpi = io.BytesIO(), self.figure.dpi
         with warnings.catch_warnings():  # matplotlib warns of each letter that its font lacks, and draws a box instead
             warnings.filterwarnings("ignore", "Glyph", UserWarning)
-            self.figure.savefig(buffer, format=form, facecolor=self._theme.background, **options)
+            self._lay_out()
+            write(buffer)
+        self.figure.dpi = dpi  # SVG has 72 dpi
         return buffer.getvalue()
+
+    def _lay_out(self) -> None:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+        if engine := self.figure.get_layout_engine():
+            FigureCanvasAgg(self.figure)  # measures the texts
+            engine.execute(self.figure)
+            self.figure.set_layout_engine("none")
+
+
+def darkened(light: bytes) -> bytes | None:
+    """The SVG of a plot in the colours of DARK instead of LIGHT; None if it holds a picture, whose colours stay."""
+    if b"<image" in light:
+        return None
+    return _LIGHT_COLOR.sub(lambda match: _DARK_COLORS[match[0]], light)
 
 
 def throughput(record: RunRecord, theme: Theme) -> Drawing:
@@ -104,7 +144,7 @@ def throughput(record: RunRecord, theme: Theme) -> Drawing:
     axes.set_ylim(0, 1.15 * min(float(np.max(speeds[counted])), 3 * typical))
     axes.yaxis.set_major_formatter("{x:,g}")
     _legend(axes, theme)
-    return Drawing(figure, theme)
+    return Drawing(figure)
 
 
 def loss(record: RunRecord, theme: Theme) -> Drawing:
@@ -119,7 +159,7 @@ def loss(record: RunRecord, theme: Theme) -> Drawing:
     axes.set_ylim(0, 1.08 * axes.dataLim.ymax)
     _epochs_from_0(axes)
     _legend(axes, theme)
-    return Drawing(figure, theme)
+    return Drawing(figure)
 
 
 def accuracy(record: RunRecord, theme: Theme) -> Drawing:
@@ -139,11 +179,11 @@ def accuracy(record: RunRecord, theme: Theme) -> Drawing:
     axes.set_ylim(0, 102)
     _epochs_from_0(axes)
     _legend(axes, theme)
-    return Drawing(figure, theme)
+    return Drawing(figure)
 
 
 def plugin_metrics(record: RunRecord, theme: Theme) -> Drawing:
-    """The metrics of plug-ins by epoch, one above the other, since each has a scale of its own."""
+    """The metrics of plug-ins by epoch, one above the other, since each metric has a different scale."""
     names = record.plugin_metrics
     figure = _figure(WIDTH, 0.6 + 2.0 * len(names), theme)
     for row, name in enumerate(names, start=1):
@@ -152,7 +192,7 @@ def plugin_metrics(record: RunRecord, theme: Theme) -> Drawing:
         points = [(each.epoch, each.plugin_metrics[name]) for each in record.epochs if name in each.plugin_metrics]
         axes.plot(*zip(*points, strict=True), "o-", color=theme.series[1], **_DOTTED)
         _epochs_from_0(axes)
-    return Drawing(figure, theme)
+    return Drawing(figure)
 
 
 def perplexities(record: RunRecord, best_possible: float | None, theme: Theme) -> Drawing:
@@ -173,7 +213,7 @@ def perplexities(record: RunRecord, best_possible: float | None, theme: Theme) -
         axes.set_ylim(lowest - 0.1 * (top - lowest), top)
     _epochs_from_0(axes)
     _legend(axes, theme)
-    return Drawing(figure, theme)
+    return Drawing(figure)
 
 
 def perplexity_top(record: RunRecord) -> float:
@@ -214,7 +254,7 @@ def gpu(record: RunRecord, theme: Theme) -> Drawing:
             axes.plot(x, y, color=color, linewidth=1.6)
             axes.set_ylim(0, 1.15 * float(y.max()) if row == 2 else 105)
         axes.set_xlim(0, float(hours[-1]) * scale)
-    return Drawing(figure, theme)
+    return Drawing(figure)
 
 
 def time_split(seconds: Mapping[str, float], theme: Theme) -> Drawing:
@@ -235,7 +275,7 @@ def time_split(seconds: Mapping[str, float], theme: Theme) -> Drawing:
         loc="outside lower left", ncols=2, frameon=False, labelcolor=theme.text, fontsize=10,
         handlelength=1.0, handleheight=1.0, columnspacing=2.5,
     )
-    return Drawing(figure, theme)
+    return Drawing(figure)
 
 
 _COLUMNS, _TOP = 6, 58  # pictures in a row; pixels above the first row
@@ -276,7 +316,7 @@ def contact_sheet(shown: Predictions, title: str, note: str) -> bytes:
         if not is_right:
             draw.text((x, y + _LINE), fitting(f"is: {true}", font(16), _PICTURE), theme.text, font(16))
     buffer = io.BytesIO()
-    sheet.save(buffer, "PNG")
+    sheet.save(buffer, "PNG", compress_level=FAST)
     return buffer.getvalue()
 
 
@@ -306,7 +346,7 @@ def precisions(runs: Mapping[str, Mapping[str, RunRecord]], title: str) -> bytes
         right.invert_yaxis()
         right.set_xmargin(0.25)
         _legend(left, theme)
-    return Drawing(figure, theme).png
+    return Drawing(figure).png
 
 
 _DOTTED: dict[str, Any] = {"linewidth": 1.6, "markersize": 4}

@@ -62,7 +62,7 @@ class Run:
             raise TrainError(f"cannot read {path} ({error.strerror}): check its permissions") from None
         if not record.session_starts:
             if path.read_bytes().lstrip()[:1] not in (b"", b"{"):
-                raise TrainError(f"{path} is damaged: its first line is no JSON; restore it, or remove the run")
+                raise TrainError(f"{path} is damaged: its first line is not JSON; restore it, or remove the run")
             raise TrainError(f"{path} names no session of a run: it was ended while it started, and can be removed")
         run = cls(folder, record, is_running)
         with content_of_file(lambda reason: f"{path} has values that are none of a run ({reason})"):
@@ -197,7 +197,7 @@ class Run:
 
 def find(folder: Path) -> list[Path]:
     """The folders of all runs in a folder: itself, or those up to DEPTH levels below it, by name. Raises TrainError if
-    it is no folder that can be read."""
+    it is not a readable folder."""
     try:
         if not folder.is_dir():
             raise TrainError(f"there is no folder {folder}: give one that holds runs")

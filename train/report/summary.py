@@ -65,7 +65,8 @@ def summarize(record: RunRecord) -> Summary:
         "waiting for the loader": sum(record.loader_wait_ms) / 1e3,
         **record.phase_seconds,
     }
-    split["set-up and other"] = max(record.seconds - sum(split.values()), 0.0)
+    known = sum(split.values())
+    split["set-up and other"] = max(sum(record.start_seconds.values()) + record.seconds - known, 0.0)
     best = record.best.evaluation if record.best else None
     return Summary(
         total=record.speed(),

@@ -13,12 +13,15 @@ from __future__ import annotations
 import re
 import sys
 import zipfile
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from common import imagenet, plugins
-from graph_passes import Ref
+from common.phases import WEIGHTS, phase
 from pipelines.sources import Classes
 from pipelines.transform import Normalisation
 from train import checkpoint, models
@@ -51,6 +54,7 @@ def settings(config: Config, with_sizes: bool = False) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names} | plugin
 
 
+@phase(WEIGHTS)
 def read(place: str, model: str = "") -> Weights:
     """Read the weights of a run folder, a checkpoint, or a file of another program.
 
@@ -68,8 +72,10 @@ def read(place: str, model: str = "") -> Weights:
         return _own(place, model)
     if not path.stat().st_size:
         raise TrainError(f"{path} is empty: fetch or write it again")
-    beside = "" if model else _network_beside(path)
-    found = recognise(path, *files.read(path), wanted=model, first=model or beside or path.name)
+    beside, has_norm_of_images = ("", False) if model else _network_beside(path)
+    arrays, about = files.read(path)
+    first = _network_inside(path, arrays) or model or ("" if has_norm_of_images else beside)
+    found = recognise(path, arrays, about, wanted=model, first=first, beside=beside)
     weight, *_ = models.create(found.model).classifier
     count = len(found.params.get(weight, ()))
     classes, about_classes = _classes(path, found, count)
@@ -86,6 +92,7 @@ def read(place: str, model: str = "") -> Weights:
     return Weights(trained, found.classifier, count, notes)
 
 
+@phase(WEIGHTS)
 def load(place: str, quiet: bool = False) -> Checkpoint:
     """The network to validate, predict with or export. Remarks on a file of another program go to stderr, unless
     `quiet`. Raises UserError."""
@@ -125,22 +132,31 @@ def _is_of_others(path: Path) -> bool:
     return path.suffix.lower() in files.READERS and path.is_file()
 
 
-def _network_beside(path: Path) -> str:
-    """The name of the network that lies beside an MXNet parameter file, by MXNet's names of such files: net-symbol.json
-    beside net-0000.params. It is loaded as a plug-in. Raises UserError.
+def _network_inside(path: Path, arrays: Mapping[str, np.ndarray]) -> str:
+    """The name of the network that a file with these arrays has itself, which reading it has loaded; "": none. A file
+    of the same name may have been read before."""
+    registered = plugins.find("model", path.name)
+    weights = getattr(registered.made, "weights", {}) if registered else {}
+    return path.name if weights and all(arrays.get(name) is array for name, array in weights.items()) else ""
 
-    "": there is none, or it begins with other layers than a convolution, such as the BatchNorm of the images in Gluon's
-    ResNet v2; then a network of this program with these arrays is better, which has that one in the normalisation.
+
+def _network_beside(path: Path) -> tuple[str, bool]:
+    """The name of the network that lies beside an MXNet parameter file, by MXNet's names of such files: net-symbol.json
+    beside net-0000.params; "": none. It is loaded as a plug-in. Raises UserError.
+
+    True, if it begins with a BatchNorm of the images, as Gluon's ResNet v2 does: then a network of this program with
+    these arrays is better, which has that one in the normalisation.
     """
     numbered = re.fullmatch(r"(.+)-\d{4}\.params", path.name)
     symbol = path.with_name(f"{numbered[1]}-symbol.json") if numbered else path
     if symbol == path or not symbol.is_file():
-        return ""
+        return "", False
     plugins.load([str(symbol)])
     registered = plugins.find("model", symbol.name)
     assert registered
-    is_first = all(node.op == "Convolution" for node in registered.made.graph.consumers[Ref("data")])
-    return symbol.name if is_first else ""
+    has_norm_of_images = any(node.op == "BatchNorm" and node.inputs[0].node in ("data", "data_nchw")
+                             for node in registered.made.graph)
+    return symbol.name, has_norm_of_images
 
 
 def _own_checkpoint(place: str) -> Checkpoint:

@@ -19,9 +19,8 @@ import numpy as np
 
 from common import files
 from common.command_line import option_name
-from graph_passes import Graph, GraphError, Ref, passes, pipeline
+from graph_passes import Graph, GraphError, Ref, passes
 from graph_passes.executors import Executor
-from graph_passes.executors.reference import QuantisedExecutor
 from graph_passes.passes.quantise import Kept
 from train import checkpoint, models
 from train.checkpoint import Checkpoint
@@ -59,6 +58,8 @@ class Int8Network:
     def graph(self, trained: Checkpoint) -> Graph:
         """The inference graph in INT8. Raises GraphError if the scales belong to another network."""
         graph = models.create(trained.config.model, trained.num_classes).graph
+        from graph_passes import pipeline  # with all kernels, which other networks do not need
+
         return pipeline.run(pipeline.quantised_passes("float32", self.scales, self.kept), graph)
 
 
@@ -154,6 +155,8 @@ def executor_of(network: Int8Network, trained: Checkpoint, config: Config, place
     shape = (config.batch_size, config.inference_image_size, config.inference_image_size, 3)
     shapes = {"data": shape, "softmax_label": shape[:1]}
     if placement.executor != "cuda":
+        from graph_passes.executors.reference import QuantisedExecutor
+
         return QuantisedExecutor(graph, shapes, network.scales, network.kept, network.params)
     from graph_passes.executors.cuda.executor import CudaExecutor
     from graph_passes.executors.cuda.quantised import Quantisation
@@ -163,7 +166,7 @@ def executor_of(network: Int8Network, trained: Checkpoint, config: Config, place
 
 
 def _check(network: Int8Network, trained: Checkpoint) -> None:
-    """Raise ValueError unless the arrays are those of the graph."""
+    """Raise ValueError unless the arrays are the ones that the graph needs."""
     try:
         graph, size = network.graph(trained), network.prepared(trained).config.inference_image_size
         shapes = graph.infer_shapes({"data": (1, size, size, 3), "softmax_label": (1,)})

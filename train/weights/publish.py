@@ -37,13 +37,13 @@ def state_dict(trained: Checkpoint, names: Published | None = None) -> Arrays:
     for layer, theirs in names.layers.items():
         ours = [layer] if layer in arrays else [name for end in _ENDS if (name := f"{layer}_{end}") in arrays]
         found |= {names.name(name): names.theirs(name, arrays[name]) for name in ours}
-        if f"{layer}_moving_mean" in ours:
+        if {f"{layer}_moving_mean", f"{layer}_running_mean"} & set(ours):
             found[f"{theirs}.{COUNTER}"] = np.array(trained.progress.step, np.int64)
     assert len([name for name in found if not name.endswith(COUNTER)]) == len(arrays)
     return found
 
 
-_ENDS = ("weight", "bias", "gamma", "beta", "moving_mean", "moving_var")
+_ENDS = ("weight", "bias", "gamma", "beta", "moving_mean", "moving_var", "running_mean", "running_var")
 
 
 def content(tensors: Mapping[str, np.ndarray], file: Path) -> bytes:

@@ -57,8 +57,8 @@ class Found:
         return f"{self.library}'s {self.model}" if self.library == GLUON else self.model
 
 
-def recognise(path: Path, arrays: Mapping[str, np.ndarray], record: Record, wanted: str = "", first: str = ""
-              ) -> Found:
+def recognise(path: Path, arrays: Mapping[str, np.ndarray], record: Record, wanted: str = "", first: str = "",
+              beside: str = "") -> Found:
     """Find the network that a file's arrays belong to, and convert the arrays.
 
     Args:
@@ -66,14 +66,15 @@ def recognise(path: Path, arrays: Mapping[str, np.ndarray], record: Record, want
         arrays: by the names of any library.
         record: how images are prepared.
         wanted: the required model; "": any.
-        first: the model to try first, if there is one of that name.
+        first: the model to try first; "": none. If it is the network of a file, it is the only one.
+        beside: the network of a file that the arrays may belong to, like this program's own ones; "": none.
 
     Raises:
         TrainError: the arrays belong to no network of this program, to another one than `wanted`, or to one that would
             compute something else; or they have values that are not finite.
     """
     candidates = []
-    for candidate in _candidates(first, arrays):
+    for candidate in _candidates(first, beside, arrays):
         if first in candidate.model_names and candidate.match(named := candidate.structural(arrays)) == 1:
             return candidate.take(path, named, record, wanted)
         candidates.append(candidate)
@@ -86,8 +87,14 @@ def recognise(path: Path, arrays: Mapping[str, np.ndarray], record: Record, want
         return found.take(path, found.structural(arrays), record, wanted)
     nearest = alike[matches.index(max(matches))]
     raise TrainError(f"{path} belongs to no network of this program; the nearest is {nearest.model}, "
-                     f"{nearest.difference(nearest.structural(arrays))}: give weights of one of its networks "
-                     f"({', '.join(models.names())})")
+                     f"{nearest.difference(nearest.structural(arrays))}: give weights of one of its networks, which "
+                     f"--model '?' lists{_or_its_own(path)}")
+
+
+def _or_its_own(path: Path) -> str:
+    """How a file of MXNet's Module gets its own network, which is in another file."""
+    prefix = re.fullmatch(r"(.+)-\d{4}\.params", path.name)
+    return f", or put its own network beside it, as {prefix[1]}-symbol.json" if prefix else ""
 
 
 def _chosen(path: Path, fitting: Sequence[_Candidate], name: str) -> _Candidate:
@@ -102,14 +109,15 @@ def _chosen(path: Path, fitting: Sequence[_Candidate], name: str) -> _Candidate:
     return (called or fitting)[0]
 
 
-def _candidates(first: str, arrays: Mapping[str, np.ndarray]) -> Iterator[_Candidate]:
+def _candidates(first: str, beside: str, arrays: Mapping[str, np.ndarray]) -> Iterator[_Candidate]:
     """The networks whose layers have the most names in common with the file's, in all their forms; those of the network
-    `first` first. Only they are made, because making all takes long."""
+    `first` first. Only they are made, because making all takes long. Networks of other files are none of them."""
     layers = _possible_layers(arrays)
-    forms = {model: models.published(model) for model in models.names()}
+    known = [name for name in models.names() if name == beside or not models.is_of_file(name)]
+    forms = {model: models.published(model) for model in ([first] if models.is_of_file(first) else known)}
     shares = {model: max(len(layers & names) / len(layers | names) for each in found for names in each.layer_names)
               for model, found in forms.items() if found}
-    most = max(shares.values())
+    most = max(shares.values(), default=0.0)
     closest = [model for model in forms if shares.get(model, most) == most]  # a plug-in's layers are not known yet
     for model in sorted(closest, key=lambda name: name != first):
         network = models.create(model)

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from common.disk_cache import Cache
+from common.phases import TIMING, phase
 from graph_passes.errors import GraphError, TransientError
 from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.device import INSTALL, Gpu, first_line
@@ -275,6 +276,7 @@ class ConvolutionLibrary:
         what = f"{self._cudnn.__version__} {self.variant} {problem.key} {name}"
         return "plan-" + hashlib.sha256(what.encode()).hexdigest()[:32]
 
+    @phase(TIMING)
     def _tuned(self, problem: Problem) -> Plan:
         plan = Plan(self, problem)
         trial = self._try(plan)

@@ -276,7 +276,7 @@ class _Parser:
 
 
 def _resolved(found: Any, names: Mapping[str, Any], arguments: Sequence[Any]) -> Any:
-    """The value of a declared constant, or the struct. A value is returned as it is."""
+    """The value of a declared constant, or the struct. A value is returned unchanged."""
     if not isinstance(found, _Declared):
         return found
     inside = {**names, **dict(zip(found.parameters, arguments, strict=True))}

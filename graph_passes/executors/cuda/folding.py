@@ -33,6 +33,7 @@ class Folded:
         self.store = FoldedStore(parameters, statistics, dtype)
         for array in self.store.arrays.values():
             array.place(self._gpu.allocate(max(array.num_bytes, 1)))
+            self._gpu.fill(array.address, 0, array.num_bytes)  # the padding behind statistics
         self._graph: Any = None  # a CUDA graph
 
     def fold(self, trained: ParameterStore) -> None:

@@ -15,7 +15,7 @@ from graph_passes.graph import Graph
 
 
 class Inference:
-    """The graph that `passes` produce, on parameters of its own in `store`, with the inputs and outputs of a `Network`.
+    """The graph that `passes` produce, on its own parameters, in `store`, with the inputs and outputs of a `Network`.
 
     A batch may be smaller than the network's: its images, labels and probabilities are at the start of the buffers. The
     compiled graph is kept until images of another size come.

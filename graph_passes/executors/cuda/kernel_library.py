@@ -17,6 +17,7 @@ from functools import cache
 from typing import Any
 
 from common.disk_cache import Cache
+from common.phases import KERNELS, phase
 from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.declarations import SOURCES
 from graph_passes.executors.cuda.device import INSTALL, Gpu
@@ -110,7 +111,8 @@ class KernelLibrary:
         """The kernel `expression` of kernels/`source`; compiled unless this machine has it on disk."""
         key = (source, expression)
         if key not in self._loaded:
-            code = self._begun_or_compiled(*key) if key in self._begun else self._kept(*key) or self._compiled(*key)
+            with phase(KERNELS):
+                code = self._begun_or_compiled(*key) if key in self._begun else self._kept(*key) or self._compiled(*key)
             self._loaded[key] = Kernel(self._gpu, *code)
         return self._loaded[key]
 

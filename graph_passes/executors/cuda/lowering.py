@@ -8,21 +8,18 @@ Each function takes a `Builder` and a node. It is in the file of the kernel that
 
 from __future__ import annotations
 
-import ctypes
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from graph_passes.executors.cuda.builder import Builder, Persistent, no_lowering, require
+from graph_passes import roles
+from graph_passes.executors.cuda.builder import Builder, Persistent, no_lowering, require, require_whole_vectors
 from graph_passes.executors.cuda.capacity import check_sizes
-from graph_passes.executors.cuda.kernel_library import instance, threads
 from graph_passes.executors.cuda.kernels import LAUNCHES
-from graph_passes.executors.cuda.operands import In, Out
 from graph_passes.executors.cuda.parameters import Store
 from graph_passes.executors.cuda.program import Buffer, Program
 from graph_passes.executors.cuda.toolchain import Toolchain
 from graph_passes.graph import Graph, Node, Ref
-from graph_passes.operators import BATCH_NORMS, LOSSES, Shape
+from graph_passes.operators import BATCH_NORMS, LOSSES, OPERATORS, Shape
 from graph_passes.operators.dropout import SEED
 from graph_passes.passes import output_names, tensor_dtypes
 
@@ -38,10 +35,6 @@ def check_operators(graph: Graph) -> None:
         is_nchw = ((node.op in ("Convolution", "Pooling") and node["layout"] == "NCHW")
                    or (node.op in BATCH_NORMS and node["axis"] not in (3, -1)))
         require(not is_nchw, node, "is not NHWC: run passes.layout(graph, 'NHWC', inputs=['data']) first")
-        if node.op == "FullyConnected":
-            readers = {reader.op for reader in graph.consumers.get(Ref(node.name), ())}
-            require(bool(readers) and readers <= {*LOSSES, *LOSSES.values()}, node,
-                    "has other readers than the loss: on a GPU a FullyConnected can only be the classifier")
 
 
 @dataclass(frozen=True)
@@ -78,24 +71,25 @@ def lower_nodes(builder: Builder, nodes: Graph | list[Node]) -> None:
             continue
         if node.op not in LAUNCHES:
             raise no_lowering(node)
-        LAUNCHES[node.op](builder, node)
+        rule = LAUNCHES[node.op]
+        if OPERATORS[node.op].fused and not hasattr(rule, "takes_any_channels"):
+            require_whole_vectors(builder, node)
+        rule(builder, node)
 
 
 def hand_out(builder: Builder, node: Node) -> None:
     """Copy the tensor at which inference ends, as float32, to the buffer that otherwise has the probabilities."""
-    x, y = builder.buffers[Ref(node.name)], builder.persistent.probabilities
-    require(math.prod(x.shape) == math.prod(y.shape), node, "is padded on a GPU: end at another tensor")
-    elements = math.prod(y.shape)
-    builder.launch(node, "elementwise.cu", instance("convert_input", x.dtype, y.dtype), *threads(elements), In(x),
-                   Out(y), ctypes.c_int64(elements), ctypes.c_int(1), ctypes.c_int(1))
+    builder.convert(node, builder.dense(Ref(node.name)), builder.persistent.probabilities)
 
 
 def bound_buffers(graph: Graph, store: Store, persistent: Persistent) -> dict[Ref, Buffer]:
     """Buffers of the tensors that have an address already: data, parameters, running statistics, and their
-    gradients."""
+    gradients. Also those of images in another order, which have the padded channel of the data."""
     buffers = {Ref("data"): persistent.data, Ref(SEED): persistent.seed,
                **{Ref(name): buffer for name, buffer in store.values.items()},
                **{Ref(name): buffer for name, buffer in store.statistics.slices.items()}}
+    data = persistent.data
+    buffers |= {ref: Buffer(ref.node, data.shape, data.dtype) for ref in roles.images(graph) - {Ref("data")}}
     if "output_names" not in graph.attrs:
         return buffers
     for name, ref in output_names(graph).items():

@@ -52,21 +52,21 @@ Operand = In | Out | InOut | Scratch
 
 def reads(operands: Iterable[object]) -> tuple[Buffer, ...]:
     """The buffers that are read, each once."""
-    return tuple(dict.fromkeys(each.buffer for each in _plain(operands)
+    return tuple(dict.fromkeys(each.buffer.whole for each in _plain(operands)
                                if isinstance(each, In | InOut) and each.buffer))
 
 
 def writes(operands: Iterable[object]) -> tuple[Buffer, ...]:
-    return tuple(each.buffer for each in _plain(operands) if isinstance(each, Out | InOut) and each.buffer)
+    return tuple(each.buffer.whole for each in _plain(operands) if isinstance(each, Out | InOut) and each.buffer)
 
 
 def in_place(operands: Iterable[object]) -> tuple[Buffer, Buffer] | None:
     """The pair (read, written) if the output may share an input's memory. None if that input is also another operand,
     as in relu(conv(x) + x): elements of it may be needed after they are overwritten."""
     plain = list(_plain(operands))
-    given = [each.buffer for each in plain if isinstance(each, In | InOut)]
-    return next(((each.over, each.buffer) for each in plain
-                 if isinstance(each, Out) and each.over and each.buffer and given.count(each.over) == 1), None)
+    given = [each.buffer.whole for each in plain if isinstance(each, In | InOut) and each.buffer]
+    return next(((each.over.whole, each.buffer.whole) for each in plain
+                 if isinstance(each, Out) and each.over and each.buffer and given.count(each.over.whole) == 1), None)
 
 
 def _plain(operands: Iterable[object]) -> Iterator[object]:

@@ -78,7 +78,7 @@ class Parameter:
 
 def parameters_of(graph: Graph, shapes: Mapping[Ref, Shape], inputs: tuple[str, ...]) -> list[Parameter]:
     """Every parameter of a forward graph, the last layer's first: the order in which the gradients are ready."""
-    uses, weights = roles.uses(graph), roles.weights(graph)
+    uses, weights, first = roles.uses(graph), roles.weights(graph), roles.first_weights(graph)
     parameters: dict[str, Parameter] = {}
     for node in reversed(list(graph)):
         for ref in node.inputs:
@@ -88,14 +88,31 @@ def parameters_of(graph: Graph, shapes: Mapping[Ref, Shape], inputs: tuple[str, 
             shape, use = tuple(shapes[ref]), uses[name]
             if name not in weights:
                 device_shape: tuple[int, ...] = (*shape[:-1], padded(shape[-1]))
-            elif any(shown_name(reader.op) == "FullyConnected" for reader in graph.consumers[ref]):
+            elif any(reader.op == "FullyConnected" for reader in graph.consumers[ref]):
+                device_shape = (padded(shape[0]), 1, 1, padded(shape[1]))
+            elif shown_name(use.node.op) == "FullyConnected":  # in INT8
                 device_shape = (padded(shape[0]), 1, 1, shape[1])
+            elif use.node.op == "Convolution":
+                device_shape = _weight_shape(shape, use.node["num_group"], name in first)
             elif use.node.get("num_group") == 1:
                 device_shape = (*shape[:3], padded_channels(shape[3]))
             else:
                 device_shape = shape
             parameters[name] = Parameter(name, shape, device_shape, name in weights)
     return list(parameters.values())
+
+
+def _weight_shape(shape: Shape, groups: int, reads_images: bool) -> Shape:
+    """The padded shape of a convolution's weight (K, KH, KW, C / groups)."""
+    filters, *size, channels = shape
+    if groups == 1:
+        return padded(filters), *size, padded_channels(channels) if reads_images else padded(channels)
+    return (padded(filters) if is_depthwise(shape, groups) else filters), *size, channels
+
+
+def is_depthwise(weight: Shape, groups: int) -> bool:
+    """Whether a convolution with a weight of this shape has a filter for each channel."""
+    return weight[0] == groups and weight[-1] == 1
 
 
 class FlatArray:

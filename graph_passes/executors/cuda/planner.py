@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 from common.disk_cache import Cache
+from common.phases import TIMING, phase
 from graph_passes.errors import GraphError, TransientError
 from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.device import Gpu
@@ -36,6 +37,7 @@ class Planner:
         self._known = len(self._times)
         self._transient: dict[str, TransientError] = {}  # memory or time ran out: not stored for the next process
 
+    @phase(TIMING)
     def times(self, problems: Mapping[str, Lower], others: Iterable[Lower] = ()) -> dict[str, float]:
         """Milliseconds of each problem, by a name that contains everything that its time depends on; infinite for a
         problem that this GPU cannot run.

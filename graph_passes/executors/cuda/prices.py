@@ -9,7 +9,7 @@ from functools import partial
 from graph_passes.candidates import Candidate, Candidates
 from graph_passes.choice import LAST_RESORT, Choice, choices_of, repeatable, undecided
 from graph_passes.errors import GraphError, TransientError
-from graph_passes.executors.cuda.builder import Builder
+from graph_passes.executors.cuda.builder import ONE_FORM, Builder, padded_shape
 from graph_passes.executors.cuda.capacity import check_sizes
 from graph_passes.executors.cuda.lowering import Persistent, bound_buffers, lower_nodes
 from graph_passes.executors.cuda.parameters import Store
@@ -17,7 +17,7 @@ from graph_passes.executors.cuda.program import Buffer, Program
 from graph_passes.executors.cuda.toolchain import Toolchain
 from graph_passes.graph import Ref
 from graph_passes.operators import OPERATORS
-from graph_passes.passes.precision import node_dtypes
+from graph_passes.passes.precision import node_dtypes, role_of
 from graph_passes.problems import Tensors
 
 
@@ -98,8 +98,11 @@ class _Lowering:
         """The launches of a candidate. Raises GraphError if this GPU cannot run it."""
         node = each.node.replace(name=f"{each.node.name} alone")  # no tensor of the table has this name
         shapes, dtypes, buffers = dict(self.tensors.shapes), dict(self.tensors.dtypes), dict[Ref, Buffer]()
-        for ref in node.inputs:
-            buffers[ref] = self._buffers.get(ref) or Buffer(f"{ref.node}:{ref.output}", shapes[ref], dtypes[ref])
+        for role, ref in zip(OPERATORS[node.op].input_names(node), node.inputs, strict=True):
+            shape = shapes[ref]
+            if len(shape) > 1 and role_of(role) not in ONE_FORM:
+                shape = padded_shape(shape)  # the form in which most rules write it
+            buffers[ref] = self._buffers.get(ref) or Buffer(f"{ref.node}:{ref.output}", shape, dtypes[ref])
         own = zip(node.refs(), each.writes, self.tensors.outputs(node), node_dtypes(node), strict=True)
         for ref, tensor, shape, dtype in own:
             shapes[ref], dtypes[ref] = shape, dtype

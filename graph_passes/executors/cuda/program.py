@@ -25,9 +25,34 @@ class Buffer:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
+    @property
+    def whole(self) -> Buffer:
+        """The buffer whose memory this is."""
+        return self
+
     def bytes_of(self, rows: int) -> int:
         """Bytes of this many elements along the first axis."""
         return self.num_bytes // self.shape[0] * rows
+
+
+class View(Buffer):
+    """A buffer's memory with another shape of as many elements."""
+
+    def __init__(self, of: Buffer, shape: tuple[int, ...]) -> None:
+        assert math.prod(shape) == math.prod(of.shape), (of, shape)
+        self.name, self.shape, self.dtype, self._whole = of.name, shape, of.dtype, of.whole
+
+    @property
+    def whole(self) -> Buffer:
+        return self._whole
+
+    @property
+    def address(self) -> int:  # type: ignore[override]
+        return self._whole.address
+
+    @property
+    def persistent(self) -> bool:  # type: ignore[override]
+        return self._whole.persistent
 
 
 @dataclass(eq=False)

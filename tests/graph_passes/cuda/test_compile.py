@@ -19,7 +19,8 @@ from graph_passes.executors.cuda.kernels.quantised_conv_taps import (
 from graph_passes.executors.cuda.kernels.quantised_pair import Z_COLUMNS
 from graph_passes.operators.activations import FUNCTIONS
 
-RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb", "Lion"]  # as in optimizer.cu
+# as in optimizer.cu
+RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb", "Lion", "RmsProp"]
 
 # Kernels with wgmma: for Hopper only, in 16-bit types.
 WARPGROUPS = ("conv1x1_forward.cu", "conv1x1_pair.cu", "conv1x1_statistics.cu", "conv3x3.cu", "conv3x3_weights.cu",

@@ -88,7 +88,7 @@ class Case:
         if self.kind == "Dgrad":
             attrs["data_shape"] = self.shape
         inputs = [self.x, self.w, *([self.bias.astype(np.float64)] if self.kind == "Relu" else [])]
-        return evaluate(Node(f"Conv3x3{self.kind}", "conv", (), attrs), inputs)[0]
+        return evaluate(Node(f"Convolution{self.kind}", "conv", (), attrs), inputs)[0]
 
 
 @pytest.mark.gpu

@@ -81,6 +81,19 @@ BROADCASTS = (
     ("mean", {"axis": (1, 2), "keepdims": True}, IMAGES),
     ("MeanBackward", {"axis": (1, 2), "keepdims": True, "data_shape": IMAGES}, (3, 1, 1, 24)),
 )
+# Channels that are no multiple of 8: each tensor is copied into another form before, and back.
+ODD_IMAGES = (3, 5, 4, 11)
+ODD_CHANNELS = (
+    ("broadcast_mul", {}, ODD_IMAGES, (3, 1, 1, 11)), ("broadcast_add", {}, (3, 1, 1, 11), ODD_IMAGES),
+    ("ProductBackward", {}, ODD_IMAGES, ODD_IMAGES, (3, 1, 1, 11)), ("SumTo", {"shape": (3, 1, 1, 11)}, ODD_IMAGES),
+    ("mean", {"axis": (1, 2), "keepdims": False}, ODD_IMAGES),
+    ("MeanBackward", {"axis": (1, 2), "keepdims": True, "data_shape": ODD_IMAGES}, (3, 1, 1, 11)),
+    *(("Pooling", {"kernel": (3, 2), "stride": (2, 1), "pad": (1, 0), "pool_type": kind, "layout": "NHWC"}, ODD_IMAGES)
+      for kind in ("max", "avg")),
+    ("Pooling", {"kernel": (1, 1), "global_pool": True, "pool_type": "avg", "layout": "NHWC"}, ODD_IMAGES),
+    ("BiasRelu", {}, ODD_IMAGES, (11,)), ("BiasAddRelu", {}, (5, 11), (11,), (5, 11)),
+    ("ScaleChannels", {}, ODD_IMAGES, (11,)), ("ScaleChannels", {}, IMAGES, (24,)),
+)
 LAYER_NORMS = tuple(
     (op, {"axis": -1, "eps": 1e-6}, *shapes) for channels in (1, 7, 40, 100) for rows in (1, 13) for op, shapes in (
         ("LayerNorm", ((rows, channels), (channels,), (channels,))),
@@ -148,7 +161,7 @@ def test_pointwise(tools: Toolchain, dtype: str, values: Values, op: str, attrs:
 
 @pytest.mark.long(but=["emulation-*-float16"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("op, attrs, shapes", cases(BROADCASTS))
+@pytest.mark.parametrize("op, attrs, shapes", cases((*BROADCASTS, *ODD_CHANNELS)))
 def test_broadcasts(tools: Toolchain, dtype: str, op: str, attrs: dict[str, Any], shapes: list[tuple[int, ...]],
                     rng: np.random.Generator) -> None:
     pixels = max(np.prod(shape[1:3]) for shape in shapes)
@@ -169,9 +182,11 @@ def test_layer_norm(tools: Toolchain, dtype: str, mean: float, size: float, op: 
     def values(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
         return rng.normal(next(means, 0), size if len(shape) == 2 else 0.3, shape)
 
-    # The mean of fp32 is a rounding off, of which 1 / deviation is at most 1000, by eps.
+    # The mean of fp32 is a rounding off, of which 1 / deviation is at most 1000, by eps; a single channel has 0.
+    deviation = size if shapes[0][1] > 1 else 0
     check_operator(tools, dtype, op, attrs, shapes, rng, values,
-                   terms=(abs(mean) + size) * (1 + 1 / np.hypot(size, 1e-3)) * 13 * (1 + size if "Back" in op else 1))
+                   terms=(abs(mean) + size) * (1 + 1 / np.hypot(deviation, 1e-3)) * 13
+                   * (1 + size if "Back" in op else 1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -208,3 +223,13 @@ def test_transposes(tools: Toolchain, dtype: str, rng: np.random.Generator) -> N
     for shape in ((5, 3), (4, 1, 7), (3, 2, 5, 7)):
         for axes in itertools.permutations(range(len(shape))):
             check_operator(tools, dtype, "transpose", {"axes": axes}, [shape], rng, large)
+
+
+@pytest.mark.long(but=["emulation-float16"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reversed_dimensions(tools: Toolchain, dtype: str, rng: np.random.Generator) -> None:
+    """Neighbouring elements move together where the last dimension stays: 1, 2, 4 or 8 of them."""
+    for shape in ((5,), (4, 3), (2, 5, 3, 4), (3, 2, 5, 7), (2, 3, 4, 6), (1, 4, 3, 16)):
+        for axes in ((-1,), tuple(range(len(shape))), (1, 2), (0,)):
+            if max(axes) < len(shape):
+                check_operator(tools, dtype, "reverse", {"axis": axes}, [shape], rng, large)

@@ -12,11 +12,11 @@ import pytest
 from emulation import COMPILER, EmulatedGpu, EmulatedKernels, Fault, steps, translated
 from emulation.steps import emulate_builders, emulate_steps, emulated_toolchain
 from gpu_arrays import Device, rounded
-from step_networks import NEWEST, convnext, efficient, elements, mobile, preferring
+from step_networks import NEWEST, convnext, efficient, elements, hidden_layers, mobile, narrow, preferring
 from test_convnet_kernels import OPERATORS, check_operator, normal
 from test_depthwise import attributes
 from test_dropout_kernels import test_factors  # noqa: F401, which compares all bits of random numbers
-from test_training_step import CLASSES, test_small_network_against_the_reference
+from test_training_step import CLASSES, small_network, test_small_network_against_the_reference
 
 from graph_passes import GraphError
 from graph_passes.choice import fewest
@@ -140,6 +140,7 @@ def test_a_mistake_is_caught(mistake: str, tmp_path: Path, rng: np.random.Genera
 
 SHAPE, WEIGHT = (2, 9, 7, 24), (24, 3, 3, 1)
 CASES = (*OPERATORS, ("DepthwiseStatistics", attributes(3, 1, "same", 24) | {"no_bias": True}, SHAPE, WEIGHT),
+         ("reverse", {"axis": (1, 2)}, SHAPE),
          ("DepthwiseWgrad", attributes(3, 1, "same", 24) | {"no_bias": True}, SHAPE, SHAPE))
 # In kernels of ours: what is changed in which file, and an operator that shows it.
 MUTATIONS = {
@@ -155,19 +156,27 @@ MUTATIONS = {
     "a row is left out": ("depthwise.cu", "begin + i >= LAST", "begin + i > LAST", None, "DepthwiseStatistics"),
     "sums of weights are read too early": ("depthwise.cu", "sum[tap][k];\n        __syncthreads();", "sum[tap][k];",
                                            "races", "DepthwiseWgrad"),
+    "backwards from beyond the end": ("transpose.cu", "from = order.first", "from = order.first + 1",
+                                      "outside of every buffer", "reverse"),
     "an output is not written": ("layer_norm.cu", "means[row] = of.x;", ";", None, "LayerNorm"),
 }
+
+
+def mutated(tmp_path: Path, file: str, before: str, after: str) -> Path:
+    """The folder of a copy of the CUDA sources, with a change in one file."""
+    folder = tmp_path / "kernels"
+    shutil.copytree(SOURCES, folder)
+    text = (folder / file).read_text()
+    assert before in text
+    (folder / file).write_text(text.replace(before, after))
+    return folder
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_mutation_of_a_kernel_is_caught(mutation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                           rng: np.random.Generator) -> None:
     file, before, after, message, op = MUTATIONS[mutation]
-    folder = tmp_path / "kernels"
-    shutil.copytree(SOURCES, folder)
-    text = (folder / file).read_text()
-    assert before in text
-    (folder / file).write_text(text.replace(before, after))
+    folder = mutated(tmp_path, file, before, after)
     emulate_builders(monkeypatch)
     tools = emulated_toolchain(EmulatedGpu(0), folder=folder)
     attrs, *shapes = [case for name, *case in CASES if name == op][-1]
@@ -185,14 +194,39 @@ def test_kernels_with_other_instructions_are_named() -> None:
 # --- whole networks: the test of GPUs, in test_training_step.py ---
 
 NETWORKS = {"squeeze and excitation": efficient(classes=CLASSES, squeeze=8), "hard swish": mobile(classes=CLASSES),
-            "LayerNorm and GELU": convnext(classes=CLASSES), "elements": elements(classes=CLASSES, prelu=False)}
+            "LayerNorm and GELU": convnext(classes=CLASSES), "elements": elements(classes=CLASSES, prelu=False),
+            "hidden layers": hidden_layers(classes=CLASSES), "narrow": narrow(classes=CLASSES),
+            "narrow residuals": small_network(6)}
 
 
-@pytest.mark.long(but=["squeeze*", "LayerNorm*"])
+@pytest.mark.long(but=["squeeze*", "LayerNorm*", "hidden*"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_network_of_plain_kernels(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     emulate_steps(monkeypatch, seed)
-    check_network(tmp_path, NETWORKS[name], (3, 11, 9, 4), 5, "float16")
+    channels = 3 if name.startswith("narrow") else 4
+    check_network(tmp_path, NETWORKS[name], (3, 11, 9, channels), 5, "float16")
+
+
+# What is changed in which file, in a step of which network, and how the test of that network sees it.
+OF_NETWORKS = {
+    # It does not reach the results of this step, only the padding of weights, and so the results of the next step.
+    "padding is not zero": ("channels.cu", "V v = {};", "V v = from[0];", "hidden layers", "the padding of hidden"),
+    "a row of a gradient is left out": ("scale_channels.cu", "blockIdx.y * REDUCE_ROWS + threadIdx.y",
+                                        "blockIdx.y * REDUCE_ROWS + threadIdx.y + 1", "LayerNorm and GELU",
+                                        "scale_gamma|narrow_weight"),  # wrong sums, or NaN in what they are added to
+    "sums of rows overflow": ("batch_norm.cuh", "(WARPS > SPLITS ? WARPS : SPLITS)", "WARPS", "LayerNorm and GELU",
+                              "outside of every buffer"),
+}
+
+
+@pytest.mark.long(but=["padding*"])
+@pytest.mark.parametrize("mutation", OF_NETWORKS)
+def test_a_mutation_is_caught_in_a_network(mutation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                           seed: int) -> None:
+    file, before, after, name, message = OF_NETWORKS[mutation]
+    emulate_steps(monkeypatch, seed, mutated(tmp_path, file, before, after))
+    with pytest.raises(AssertionError, match=message):
+        check_network(tmp_path, NETWORKS[name], (2, 11, 9, 4), 5, "float32")
 
 
 @pytest.mark.parametrize("name, kernels", [

@@ -57,7 +57,7 @@ def launched(device: Device, op: str, arrays: Sequence[np.ndarray], **attrs: Any
     buffers = {Ref(name): Buffer(name, array.shape, array.dtype.name, device.put(array, array.dtype.name), True)
                for name, array in zip(names, arrays, strict=True)}
     tools: Any = SimpleNamespace(gpu=device.gpu, kernels=device.kernels, convolutions=None, recurrent=None, group=None)
-    persistent: Any = None
+    persistent: Any = SimpleNamespace(data=Buffer("data", (), "float16"))  # no input is a batch of images
     builder = Builder(shapes, tensor_dtypes(graph), buffers, "float16", persistent, tools)
     lower_nodes(builder, [node])
     made = {ref: builder.buffers[ref] for ref in node.refs()}

@@ -20,7 +20,9 @@ from step_networks import (
     elements,
     flattened,
     gradients_alone,
+    hidden_layers,
     mobile,
+    narrow,
     own_kernels,
     pre_activation,
     preferring,
@@ -47,6 +49,7 @@ from graph_passes.optimizers.adamw import AdamW
 from graph_passes.optimizers.lamb import LAMB
 from graph_passes.optimizers.lars import LARS
 from graph_passes.optimizers.lion import Lion
+from graph_passes.optimizers.rmsprop import RMSProp
 from graph_passes.optimizers.sgd import SGD
 from train import models
 from train.models.network import init_params
@@ -148,21 +151,30 @@ def random_batch(shapes: dict[str, tuple[int, ...]], seed: int) -> tuple[np.ndar
 # With these seeds no ReLU is so near 0 that an error of 1e-6 in all tensors changes a gradient by half of SMALL (most
 # seeds have one: up to 30 % of a gradient in bf16). Networks that begin with BatchNorm always have one in 16-bit types;
 # test_every_tensor_of_a_network_that_drops_follows_from_its_inputs covers them.
+# name, network, shape of the data, seed, dtypes
+NETWORKS = [
+    ("odd", small_network(), (3, 29, 23, 3), 16, DTYPES),
+    ("even", small_network(), (17, 32, 32, 4), 10, DTYPES),
+    ("flattened_convolution", flattened("Convolution", CLASSES), (5, 12, 9, 3), 5, DTYPES),
+    ("flattened_pooling", flattened("Pooling", CLASSES), (5, 11, 8, 4), 5, DTYPES),
+    ("dropping", dropping(small_network()), (7, 29, 23, 3), 15, DTYPES),
+    ("dropping_batches", dropping(small_network(), "block", depth=0.3), (6, 32, 32, 4), 51, DTYPES),
+    ("squeeze and excitation", efficient(classes=CLASSES, squeeze=8), (3, 11, 9, 4), 5, DTYPES),
+    ("hard swish, parts and means", mobile(classes=CLASSES), (3, 11, 9, 4), 5, DTYPES),
+    ("LayerNorm and GELU", convnext(classes=CLASSES), (3, 11, 9, 4), 5, DTYPES),
+    ("functions of elements", elements(classes=CLASSES, prelu=False), (3, 11, 9, 4), 5, DTYPES),
+    ("fully connected layers", hidden_layers(classes=CLASSES), (4, 8, 7, 4), 5, DTYPES),
+    ("fully connected layers of 8 channels", hidden_layers(classes=CLASSES, channels=8), (4, 8, 7, 3), 5, DTYPES),
+    ("channels that are no multiples of 8", narrow(classes=CLASSES), (3, 11, 9, 3), 5, DTYPES),
+    ("residuals of 6 channels", small_network(6), (3, 29, 23, 3), 5, DTYPES),
+    ("squeeze and excitation by 2 channels", efficient(classes=CLASSES, squeeze=2), (3, 11, 9, 4), 5, DTYPES),
+    ("dropping_before_batch_norm", dropping(pre_activation(CLASSES)), (5, 9, 7, 4), 5, ("float32",)),
+]
+
+
 @pytest.mark.parametrize("network, size, seed, dtype", [
     pytest.param(network, size, seed, dtype, id=f"{name}-{dtype}")
-    for name, network, size, seed, dtypes in (
-        ("odd", small_network(), (3, 29, 23, 3), 16, DTYPES),
-        ("even", small_network(), (17, 32, 32, 4), 10, DTYPES),
-        ("flattened_convolution", flattened("Convolution", CLASSES), (5, 12, 9, 3), 5, DTYPES),
-        ("flattened_pooling", flattened("Pooling", CLASSES), (5, 11, 8, 4), 5, DTYPES),
-        ("dropping", dropping(small_network()), (7, 29, 23, 3), 15, DTYPES),
-        ("dropping_batches", dropping(small_network(), "block", depth=0.3), (6, 32, 32, 4), 51, DTYPES),
-        ("squeeze and excitation", efficient(classes=CLASSES, squeeze=8), (3, 11, 9, 4), 5, DTYPES),
-        ("hard swish, parts and means", mobile(classes=CLASSES), (3, 11, 9, 4), 5, DTYPES),
-        ("LayerNorm and GELU", convnext(classes=CLASSES), (3, 11, 9, 4), 5, DTYPES),
-        ("functions of elements", elements(classes=CLASSES, prelu=False), (3, 11, 9, 4), 5, DTYPES),
-        ("dropping_before_batch_norm", dropping(pre_activation(CLASSES)), (5, 9, 7, 4), 5, ("float32",)),
-    ) for dtype in dtypes])
+    for name, network, size, seed, dtypes in NETWORKS for dtype in dtypes])
 def test_small_network_against_the_reference(cache: Path, network: Any, size: tuple[int, ...], seed: int,
                                              dtype: str) -> None:
     graph, shapes = fused(network), {"data": size, "softmax_label": size[:1]}
@@ -182,6 +194,7 @@ def test_small_network_against_the_reference(cache: Path, network: Any, size: tu
     assert abs(top1 - wanted["top1"]) <= 1 and abs(top5 - wanted["top5"]) <= 1, "but for a near tie"
     got = step.get_gradients()
     assert got.keys() == params.keys()
+    check_padding(step)
     if "c1_bn_beta" in got:  # size of the terms that cancel: the next BatchNorm removes the constant
         limit = SMALL[dtype] * np.linalg.norm(gradients["c1_bn_gamma"])
         assert max(np.linalg.norm(grads.pop("c1_bn_beta")) for grads in (got, gradients)) < limit
@@ -204,6 +217,15 @@ def test_small_network_against_the_reference(cache: Path, network: Any, size: tu
     step.infer()
     assert relative_error(step.probabilities(), oracle.forward(data, label)) < SMALL[dtype]
     assert step.read_metrics()[3] == size[0] - 1
+
+
+def check_padding(step: TrainingStep) -> None:
+    """The padding of all gradients is 0, so that of the parameters stays 0."""
+    for name, buffer in step.store.gradients.items():
+        parameter = step.store.parameters[name]
+        whole = Device(step.gpu, step.kernels).get(buffer.address, parameter.device_shape, buffer.dtype)
+        inner = parameter.to_device(parameter.to_canonical(whole)).reshape(whole.shape)
+        assert np.array_equal(whole, inner), f"the padding of {name}"
 
 
 def written_tensors(step: TrainingStep, shapes: dict[str, tuple[int, ...]]) -> dict[Ref, np.ndarray]:
@@ -547,6 +569,7 @@ RULES = {
     "sgd": SGD(weight_decay=1e-2), "nesterov": SGD(weight_decay=1e-2, nesterov=True),
     "lars": LARS(weight_decay=1e-2, trust_coefficient=0.1), "adamw": AdamW(weight_decay=5e-2),
     "lamb": LAMB(weight_decay=2e-2, epsilon=1e-6), "lion": Lion(weight_decay=5e-2),
+    "rmsprop": RMSProp(weight_decay=5e-2),
 }
 
 
@@ -732,8 +755,8 @@ def test_images_of_other_sizes(cache: Path) -> None:
     assert step.gpu.memory()[0] > before - 2**23, "memory of sizes gone by is still taken"
 
 
-@pytest.mark.parametrize("rule", [SGD(), LARS(), AdamW(), LAMB(), Lion()],
-                         ids=["sgd", "lars", "adamw", "lamb", "lion"])
+@pytest.mark.parametrize("rule", [SGD(), LARS(), AdamW(), LAMB(), Lion(), RMSProp()],
+                         ids=["sgd", "lars", "adamw", "lamb", "lion", "rmsprop"])
 def test_deterministic_runs_give_equal_bits(cache: Path, tmp_path: Path, rule: Rule) -> None:
     """Deterministic runs give equal bits whatever the cache contains, with a batch that takes many blocks of every
     kernel."""
@@ -769,8 +792,8 @@ def test_a_fixed_batch_is_learned(cache: Path, dtype: str) -> None:
 
 def test_unsupported_graphs_are_refused_in_one_sentence(cache: Path) -> None:
     data = mx.sym.Variable("data")
-    tanh = mx.sym.Activation(data, act_type="tanh", name="squash")
-    head = mx.sym.FullyConnected(mx.sym.Flatten(tanh), num_hidden=8, name="fc")
+    prelu = mx.sym.LeakyReLU(data, act_type="prelu", name="squash")
+    head = mx.sym.FullyConnected(mx.sym.Flatten(prelu), num_hidden=8, name="fc")
     graph = Graph.from_json(mx.sym.SoftmaxOutput(head, name="softmax").tojson())
     with pytest.raises(GraphError, match="squash"):
         TrainingStep(graph, {"data": (2, 8, 8, 8), "softmax_label": (2,)}, cache_folder=cache)

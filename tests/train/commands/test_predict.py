@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +30,7 @@ from train.options.commands import PredictOptions
 from train.prediction import Guess, Prediction
 
 SIZE = 48
+REPOSITORY = Path(__file__).resolve().parents[3]
 CLASS_NAMES = ["red", "green", "blue", "grey", "a class with a rather long name, as ImageNet has many"]
 
 
@@ -233,3 +237,17 @@ def test_bad_input_is_one_sentence(run_folder: Path, arguments: list[str], sente
     with pytest.raises(UserError) as error:
         run_predict([argument.replace("RUN", str(run_folder)) for argument in arguments])
     assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+def test_where_the_seconds_went_and_what_was_not_imported(run_folder: Path) -> None:
+    program = ("import sys; from train.__main__ import main; code = main(sys.argv[1:]); "
+               "print('imported:', *sys.modules); sys.exit(code)")
+    command = ["predict", "--checkpoint", str(run_folder), "--device", "cpu", "--profile-start",
+               str(run_folder / "red.png")]
+    done = subprocess.run([sys.executable, "-c", program, *command], cwd=REPOSITORY, capture_output=True, text=True)
+    out, _, imported = done.stdout.rpartition("imported:")
+    assert (done.returncode, out.count("%")) == (0, len(CLASS_NAMES)), done.stderr
+    unused = {"onnx", "matplotlib", "tensorboardX", "horovod", "setuptools", "graph_passes.executors.cuda.executor"}
+    assert unused & set(imported.split()) == set()
+    line = re.fullmatch(r"seconds: (.*); [\d.]+ in all", done.stderr.strip())
+    assert line and {"imports", "network"} <= {part.rpartition(" ")[0] for part in line[1].split(", ")}

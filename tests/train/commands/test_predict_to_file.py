@@ -219,7 +219,7 @@ def test_bad_images_of_earlier_sessions_count(run_folder, some_bad, tmp_path, fo
     run_predict(run_folder, output, listed)
     listed.write_text("\n".join(some_bad))
     capsys.readouterr()
-    for earlier in (2, 5):  # the last time nothing is left
+    for earlier in (2, 5):  # in the second iteration no image is left to predict
         run_predict(run_folder, output, listed)
         said = f"5 of 15 images cannot be read ({earlier} of them found earlier): {output} has"
         assert said in capsys.readouterr().err
@@ -446,7 +446,7 @@ def test_folder_that_cannot_be_written(run_folder, photos, tmp_path):
                          ids=["pipe", "folder", "device"])
 def test_what_is_no_file_is_refused(run_folder, photos, tmp_path, make):
     make(tmp_path / "out.csv")
-    with pytest.raises(TrainError, match=r"out.csv is no regular file, so it .*: give another --output"):
+    with pytest.raises(TrainError, match=r"out.csv is not a regular file, so it .*: give another --output"):
         run_predict(run_folder, tmp_path / "out.csv", photos)
     assert [path.name for path in tmp_path.iterdir()] == ["out.csv"]
 
@@ -478,7 +478,7 @@ def test_probabilities_that_are_no_numbers_are_refused(photos, tmp_path, capsys)
     params, aux = init_params(resnet(18, len(CLASS_NAMES)), seed=3)
     params["classifier_weight"] = np.full_like(params["classifier_weight"], 3e38)
     save(Checkpoint(params, aux, {}, Config(model="resnet18", image_size=SIZE), CLASS_NAMES), tmp_path / "large.npz")
-    sentence = "large.npz gives probabilities that are no numbers: its weights are too large for the precision"
+    sentence = "large.npz gives probabilities that are not numbers: its weights are too large for the precision"
     with pytest.raises(TrainError, match=sentence):
         run_predict(tmp_path / "large.npz", tmp_path / "out.csv", photos)
     assert rows(tmp_path / "out.csv") == []

@@ -78,10 +78,10 @@ def test_names_that_are_no_names_of_folders(tmp_path):
 
 
 @pytest.mark.parametrize(("content", "words", "sentence"), [
-    ('{"lerning_rate": [1]}', "", "FILE: lerning_rate is no option of training that a grid can vary; did you mean "
+    ('{"lerning_rate": [1]}', "", "FILE: lerning_rate is not a training option that a grid can vary; did you mean "
                                   r"learning-rate\? \(see --help\)"),
-    ('{"output": ["a"]}', "", "FILE: output is no option of training that a grid can vary$"),
-    ('{"seeds": 3}', "", "FILE: seeds is no option"),
+    ('{"output": ["a"]}', "", "FILE: output is not a training option that a grid can vary$"),
+    ('{"seeds": 3}', "", "FILE: seeds is not a training option"),
     ('{"learning_rate": []}', "", "FILE: learning_rate has no values"),
     ('{"learning_rate": [null]}', "", "FILE: learning_rate cannot be null"),
     ('{"learning_rate": ["x"]}', "", "FILE: --learning-rate needs a number, not 'x'"),
@@ -92,12 +92,12 @@ def test_names_that_are_no_names_of_folders(tmp_path):
     ('{"model": ["resnet19"]}', "", "FILE: there is no model 'resnet19'"),
     ('{"seed": [1, 2]}', "--seeds 2", "FILE has seeds, and --seeds 2 is given"),
     ('{"mixup": [0.1]}', "--mixup 0.2", "FILE gives mixup, which is given on the command line as well"),
-    ('{"mixup": [0.1], "cut-out": 3}', "", "FILE: cut-out is no option .* did you mean cutout"),
+    ('{"mixup": [0.1], "cut-out": 3}', "", "FILE: cut-out is not a training option .* did you mean cutout"),
     ('{"clip-norm": [1], "clip_norm": [2]}', "", "FILE gives clip_norm, which is given twice"),
     ('{"patience": [0, 3]}', "--validate-every 0", "^patience=3 cannot be trained: --patience 3 needs the accuracy"),
     ("[]", "", "FILE names no options: write "),
-    ("{", "", r"FILE is no JSON file \("),
-    ("\xff", "", r"FILE is no JSON file \("),
+    ("{", "", r"FILE is not a JSON file \("),
+    ("\xff", "", r"FILE is not a JSON file \("),
 ])
 def test_grids_that_are_refused(content, words, sentence, tmp_path):
     file = written(tmp_path, content)
@@ -110,9 +110,9 @@ def test_what_else_is_refused(tmp_path):
         planned("--epochs", 3)
     with pytest.raises(TrainError, match="none.json .No such file or directory.: give a file"):
         planned(tmp_path / "none.json")
-    with pytest.raises(TrainError, match="is no grid file: its name must end in .toml or .json$"):
+    with pytest.raises(TrainError, match="is not a grid file: its name must end in .toml or .json$"):
         planned(tmp_path)
-    with pytest.raises(TrainError, match="x.toml (as JSON|is no TOML file)"):
+    with pytest.raises(TrainError, match="x.toml (as JSON|is not a TOML file)"):
         planned(written(tmp_path, "a = [", "x.toml"))
 
 

@@ -59,6 +59,28 @@ def saved(symbol: Any, folder: Path, rng: np.random.Generator, shape: tuple[int,
     return folder / "net-0003.params"
 
 
+def swapped_colours(data: Any) -> Any:
+    return mx.sym.Concat(*(mx.sym.slice_axis(data, axis=1, begin=place, end=place + 1) for place in (2, 1, 0)), dim=1)
+
+
+@pytest.mark.parametrize("first", [mx.sym.Flatten, lambda data: data, swapped_colours, lambda data: data * 2 - 0.3,
+                                   lambda data: mx.sym.mean(data, axis=3)])
+@pytest.mark.parametrize("has_convolution", [False, True])
+def test_operators_that_read_images_read_them_in_nchw(first: Callable[[Any], Any], has_convolution: bool,
+                                                      tmp_path: Path, rng: np.random.Generator) -> None:
+    images = rng.standard_normal((2, SIZE, SIZE, 3), np.float32)
+    data = mx.sym.Variable("data")
+    x = first(mx.sym.Convolution(data, num_filter=3, kernel=(1, 1), name="c") if has_convolution else data)
+    file = saved(mx.sym.SoftmaxOutput(mx.sym.FullyConnected(x, num_hidden=CLASSES, name="fc"), name="softmax"),
+                 tmp_path, rng, (1, 3, SIZE, SIZE))
+    found = weights.read(str(file))
+    computes = create_executor("mxnet", models.create("net-symbol.json", CLASSES, images=SIZE).graph,
+                               {"data": images.shape, "softmax_label": (2,)})
+    computes.set_params(found.trained.params, found.trained.aux)
+    np.testing.assert_allclose(computes.forward(mx.nd.array(images)).asnumpy(),
+                               by_mxnet(file, images.transpose(0, 3, 1, 2)), atol=1e-5)
+
+
 def by_mxnet(file: Path, images: np.ndarray) -> np.ndarray:
     symbol, params, aux = mx.model.load_checkpoint(str(file).removesuffix("-0003.params"), 3)
     bound = symbol.simple_bind(mx.cpu(), data=images.shape, grad_req="null")
@@ -171,6 +193,40 @@ def test_a_shape_that_is_none(tmp_path: Path) -> None:
         plugins.load([str(tmp_path / "net.json")])
 
 
+def scores(network: Any, images: np.ndarray) -> list[list[float]]:
+    return [[guess.probability for guess in sorted(each.guesses, key=lambda guess: guess.index)]
+            for each in network.predict(images, top=CLASSES)]
+
+
+def test_the_network_of_one_file_is_none_of_another(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Two networks have equal arrays. The second file lacks its network, which only the first one has."""
+    def network(act_type: str) -> Any:
+        x = mx.sym.Convolution(mx.sym.Variable("data"), num_filter=8, kernel=(3, 3), name="c1")
+        x = mx.sym.Pooling(mx.sym.Activation(x, act_type=act_type), global_pool=True, kernel=(1, 1), pool_type="avg")
+        return mx.sym.SoftmaxOutput(mx.sym.FullyConnected(x, num_hidden=CLASSES, name="fc"), name="softmax")
+
+    for name, act_type in (("one", "relu"), ("two", "sigmoid")):
+        (tmp_path / name).mkdir()
+        file = saved(network(act_type), tmp_path / name, rng, (1, 3, SIZE, SIZE))
+        for each in (file, file.with_name("net-symbol.json")):
+            each.rename(each.with_name(each.name.replace("net", name)))
+    assert weights.read(str(tmp_path / "one/one-0003.params")).trained.config.model == "one-symbol.json"
+    assert weights.read(str(tmp_path / "two/two-0003.params")).trained.config.model == "two-symbol.json"
+    images = rng.integers(0, 256, (2, SIZE, SIZE, 3), np.uint8)
+    places = [str(tmp_path / f"{folder}/{folder}-0003.params") for folder in ("one", "two")]
+    alone = [scores(rm.load(place), images) for place in places]
+    for folder in ("one", "two"):  # equal names: each loaded network stays what it was
+        for each in (tmp_path / folder).iterdir():
+            each.rename(each.with_name(each.name.replace(folder, "net", 1)))
+    loaded = [rm.load(str(tmp_path / f"{folder}/net-0003.params")) for folder in ("one", "two")]
+    np.testing.assert_array_equal([scores(each, images) for each in loaded], alone)
+    for each in (tmp_path / "two").iterdir():
+        each.rename(each.with_name(each.name.replace("net", "two", 1)))
+    (tmp_path / "two/two-symbol.json").unlink()
+    with pytest.raises(UserError, match="put its own network beside it, as two-symbol.json"):
+        weights.read(str(tmp_path / "two/two-0003.params"))
+
+
 DATA = "mx.sym.Variable('data')"
 WRONG = {
     f"mx.sym.FullyConnected(mx.sym.LRN({DATA}, nsize=5, name='norm'), num_hidden=3)":
@@ -181,8 +237,19 @@ WRONG = {
     "mx.sym.FullyConnected(mx.sym.Variable('images'), num_hidden=3)": "has no input named data",
     f"mx.sym.FullyConnected(mx.sym.Pooling({DATA}, kernel=(2, 2), pooling_convention='same', name='p'), num_hidden=3)":
         "does not fit images of 224 pixels in NHWC: Pooling 'p' has pooling_convention='same'",
+    f"mx.sym.FullyConnected(mx.sym.Pooling({DATA}, kernel=(3, 3), stride=(3, 3), pad=(1, 1), name='p', "
+    "pooling_convention='full'), num_hidden=3)":
+        "Pooling 'p' has windows outside its 224x224 input (kernel=(3, 3), stride=(3, 3), pad=(1, 1)",
     f"mx.sym.FullyConnected(mx.sym.LeakyReLU({DATA}, act_type='rrelu', name='r')[0], num_hidden=3)":
         "LeakyReLU with act_type='rrelu' draws its slopes at random",
+    f"mx.sym.softmax(mx.sym.FullyConnected({DATA}, num_hidden=3), temperature=0.5, name='s')":
+        "ends in softmax (s) with temperature=0.5 and axis=-1: let it end in the scores",
+    f"mx.sym.softmax(mx.sym.FullyConnected({DATA}, num_hidden=3), axis=0, name='s')":
+        "ends in softmax (s) with temperature=1 and axis=0: let it end in the scores",
+    f"mx.sym.SoftmaxOutput(mx.sym.softmax(mx.sym.FullyConnected({DATA}, num_hidden=3), name='s'))":
+        "ends in softmax (s): let it end in the classes' scores",
+    f"mx.sym.FullyConnected(mx.sym.softmax({DATA}, temperature=2, name='s'), num_hidden=3)":
+        "softmax 's' has temperature=2, which no executor here has",
 }
 
 

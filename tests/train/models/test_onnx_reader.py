@@ -217,9 +217,19 @@ def test_heads(tmp_path: Path, rng: np.random.Generator) -> None:
     np.testing.assert_allclose(by_us(tmp_path / "softmax.onnx", content, images), wanted, atol=1e-5)
 
 
+@pytest.mark.parametrize("order", ["z m", "m z"])
+def test_a_product_that_is_read_with_and_without_its_bias(order: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    nodes = [node("Conv", "images a", "x"), node("GlobalAveragePool", "x", "p"), node("Flatten", "p", "f"),
+             node("MatMul", "f v", "m"), node("Add", "m b", "z"), node("Sigmoid", order.split()[0], "gate"),
+             node("Mul", f"gate {order.split()[1]}", "both"), node("Gemm", "both w", "scores")]
+    constants = {name: rng.standard_normal(shape, np.float32) for name, shape in (
+        ("a", (8, 3, 3, 3)), ("v", (8, 6)), ("b", (6,)), ("w", (6, CLASSES)))}
+    assert_same(tmp_path / "net.onnx", model(nodes, constants), rng)
+
+
 def test_a_convolution_as_classifier(tmp_path: Path, rng: np.random.Generator) -> None:
-    nodes = [node("Conv", "images a", "x"), node("Conv", "x b", "c"), node("GlobalAveragePool", "c", "p"),
-             node("Flatten", "p", "scores")]
+    nodes = [node("Conv", "images a", "x"), node("Relu", "x", "r"), node("Conv", "r b", "c"),
+             node("GlobalAveragePool", "c", "p"), node("Flatten", "p", "scores")]
     constants = {"a": rng.standard_normal((8, 3, 3, 3), np.float32),
                  "b": rng.standard_normal((CLASSES, 8, 1, 1), np.float32)}
     assert_same(tmp_path / "net.onnx", model(nodes, constants), rng)
@@ -234,6 +244,51 @@ def test_all_pixels_are_read(tmp_path: Path, rng: np.random.Generator) -> None:
     for name, shape in (("said", ("N", 3, 40, 40)), ("unsaid", ("N", 3, "H", "W"))):
         assert_same(tmp_path / f"{name}.onnx", model(nodes, constants, shape=shape), rng, size=40)
         assert weights.read(str(tmp_path / f"{name}.onnx")).trained.config.image_size == 40 - (name == "unsaid")
+
+
+FIRST: dict[str, Case] = {  # from the images, x, to the input of the network behind them, y
+    "numbers": lambda rng: ([node("Sub", "x a", "s"), node("Div", "s b", "y")],
+                            {"a": vector(0.4), "b": vector(0.7)}),
+    "Relu": one("Relu"),
+    "Clip": one("Clip"),
+    "Add": lambda rng: ([node("Add", "x x", "y")], {}),
+    "BatchNormalization": lambda rng: ([node("BatchNormalization", "x g g g g", "y")], {"g": uniform(rng, 3)}),
+    "MaxPool": one("MaxPool", kernel_shape=[2, 2]),
+    "swapped colours": lambda rng: (
+        [*(node("Slice", f"x n{place} n{place + 1} n1", f"c{place}") for place in range(3)),
+         node("Concat", "c2 c1 c0", "y", axis=1)], {f"n{place}": numbers(place) for place in range(4)}),
+    "cut pixels": lambda rng: ([node("Slice", "x begin end axis", "y")],
+                              {"begin": numbers(3), "end": numbers(20), "axis": numbers(2)}),
+    "PRelu": lambda rng: ([node("PRelu", "x s", "y")], {"s": uniform(rng, 3, 1, 1)}),
+    "mean of rows": lambda rng: ([node("ReduceMean", "x", "m", axes=[3]), node("Mul", "x m", "y")], {}),
+    "mean of colours": lambda rng: ([node("ReduceMean", "x", "m", axes=[1]), node("Add", "x m", "y")], {}),
+    "LayerNormalization": lambda rng: ([node("LayerNormalization", "x g", "y")], {"g": uniform(rng, SIZE)}),
+    "Transpose": lambda rng: ([node("Transpose", "x", "y", perm=[0, 1, 3, 2])], {}),
+}
+
+
+@pytest.mark.parametrize("end", ["Conv", "Flatten"])
+@pytest.mark.parametrize("name", FIRST)
+def test_operators_that_read_images_read_them_in_nchw(name: str, end: str, tmp_path: Path, rng: np.random.Generator
+                                                      ) -> None:
+    nodes, constants = FIRST[name](rng)
+    if end == "Conv":
+        rest = [node("Conv", "y kernels", "c"), node("Sigmoid", "c", "r"), node("GlobalAveragePool", "r", "p"),
+                node("Flatten", "p", "f")]
+        features = 8
+    else:
+        rest = [node("Flatten", "y", "f")]
+        features = 3 * {"MaxPool": 31 * 31, "cut pixels": 17 * SIZE}.get(name, SIZE * SIZE)
+    constants = constants | {"w": rng.standard_normal((features, CLASSES)) / np.sqrt(features / 9)}
+    constants = constants | ({"kernels": rng.standard_normal((8, 3, 3, 3))} if end == "Conv" else {})
+    whole = [node("Identity", "images", "x"), *nodes, *rest, node("MatMul", "f w", "scores")]
+    arrays = {key: value if value.dtype == np.int64 else value.astype(np.float32) for key, value in constants.items()}
+    assert_same(tmp_path / "net.onnx", model(whole, arrays), rng)
+    exported, _ = export_onnx(weights.load(str(tmp_path / "net.onnx"), quiet=True))
+    images = rng.standard_normal((1, 3, SIZE, SIZE), np.float32)
+    session = onnxruntime.InferenceSession(exported, providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {"data": images})  # which has the softmax
+    np.testing.assert_allclose(found, by_onnx_runtime(model(whole, arrays), images), atol=1e-5)
 
 
 def test_channels_last(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -263,6 +318,10 @@ WRONG = {
     "an even kernel, padded to its size": ([node("MaxPool", "x", "y", kernel_shape=[2, 2], auto_pad="SAME_UPPER")],
                                            "MaxPool 'y' has auto_pad=SAME_UPPER with a kernel of (2, 2)"),
     "a mean over channels": ([node("ReduceMean", "x", "y")], "ReduceMean 'y' is over all dimensions"),
+    "a mean over images": ([node("ReduceMean", "x", "y", axes=[0])], "ReduceMean 'y' is over the images of a batch"),
+    "slopes for each column": ([node("PRelu", "x columns", "y")], "PRelu 'y' has slopes of the shape (15,)"),
+    "slopes for each row": ([node("Slice", "x zero six two", "z"), node("PRelu", "z rows", "y")],
+                            "PRelu 'y' has slopes of the shape (6, 1)"),
     "a constant for each channel": ([node("Mul", "x s", "y")], "Mul 'y' has a constant of the shape (6, 1, 1)"),
     "weights that are computed": ([node("Relu", "x", "v"), node("MatMul", "x v", "y")],
                                   "MatMul 'y' reads v as its input 1, which must be a constant of the file"),
@@ -272,7 +331,7 @@ WRONG = {
     "steps": ([node("Slice", "x zero six one two", "y")], "Slice 'y' has steps=(2,): only 1 is supported"),
     "half precision": ([node("Cast", "x", "half", to=TensorProto.FLOAT16), node("Cast", "half", "y", to=1)],
                        "Cast 'half' has to=10, which this program does not have: it must be 1"),
-    "an Erf that is no GELU": ([node("Erf", "x", "y")], "Erf 'y' is no part of a GELU, which reads x / sqrt(2)"),
+    "an Erf that is no GELU": ([node("Erf", "x", "y")], "Erf 'y' is not part of a GELU, which reads x / sqrt(2)"),
 }
 
 
@@ -280,10 +339,22 @@ WRONG = {
 def test_what_is_refused(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
     nodes, sentence = WRONG[name]
     constants = {"w": rng.standard_normal((CHANNELS, CHANNELS, 3, 3)), "s": uniform(rng, CHANNELS, 1, 1),
+                 "columns": uniform(rng, 15), "rows": uniform(rng, CHANNELS, 1),
                  "zero": numbers(0), "six": numbers(6), "one": numbers(1), "two": numbers(2)}
     file = tmp_path / "net.onnx"
     file.write_bytes(around(nodes, constants, rng))
     assert refused(file).startswith(f"{file}: {sentence}")
+
+
+@pytest.mark.parametrize("op", ["MaxPool", "AveragePool"])
+def test_a_window_of_padding_alone_is_refused(op: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    """ONNX leaves it out, and MXNet does not. The other windows that reach beyond the padding are right."""
+    file = tmp_path / "net.onnx"
+    file.write_bytes(around(*one(op, kernel_shape=[2, 2], strides=[2, 2], pads=[1] * 4, ceil_mode=1)(rng), rng))
+    assert "Pooling 'y' has windows outside its 15x15 input (kernel=(2, 2), stride=(2, 2), pad=(1, 1)" in refused(file)
+    for stride in (2, 3):
+        last = one(op, kernel_shape=[4, 4], strides=[stride] * 2, pads=[1] * 4, ceil_mode=1)
+        assert_same(tmp_path / f"last{stride}.onnx", around(*last(rng), rng), rng)
 
 
 def refused(file: Path) -> str:
@@ -303,7 +374,7 @@ def test_damaged_files(tmp_path: Path, rng: np.random.Generator) -> None:
     file.write_bytes(model([node("Identity", "images", "scores")], {}, shape=("N", 3, SIZE)))
     assert "has the shape [None, 3, 32]: a network for images reads (N, 3, size, size)" in refused(file)
     file.write_bytes(model([node("Identity", "images", "scores")], {}))
-    assert "ends in null (data): let it end in the classes' scores" in refused(file)
+    assert "ends in transpose (data_nchw): let it end in the classes' scores" in refused(file)
     file.write_bytes(model([node("Relu", "images", "a"), node("Tanh", "images", "b")], {}, outputs=("a", "b")))
     assert "it has 1 inputs and 2 outputs: a network for images has one of each" in refused(file)
 

@@ -122,7 +122,8 @@ def test_who_has_waited_is_not_the_next(clocked):
 
 
 def test_those_who_come_are_not_waited_for(clocked):
-    """Elastic: process 2 was restarted. The training processes do not wait for it, nor for one at the door."""
+    """Elastic: process 2 was restarted. The training processes wait neither for it nor for a process that is waiting
+    to join (AT_DOOR)."""
     clocked.records[0].generation = clocked.records[1].generation = 1
     clocked.records[0].collectives = clocked.records[1].collectives = 7
     assert clocked.after(100, 0, 1, 2) is None

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import runpy
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from common.errors import ProgramError, UserError
 from common.program import words_of
+from train.errors import TrainError
 from train.processes import multi_host
-from train.processes.invocation import LAUNCHER_VARIABLE
+from train.processes.invocation import DIGEST_VARIABLE, LAUNCHER_VARIABLE, check_code, code_digest, naming_machine
 
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "multi_host.sh"
 
@@ -26,10 +30,11 @@ def asked(tmp_path, monkeypatch):
     (tmp_path / "scontrol").write_text('#!/bin/sh\nprintf "a\\nb\\n"\n')
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv(LAUNCHER_VARIABLE, "")  # restored afterwards
+    for variable in (LAUNCHER_VARIABLE, DIGEST_VARIABLE):
+        monkeypatch.setenv(variable, "")  # restored afterwards
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
     words: list[str] = []
-    monkeypatch.setattr(multi_host, "horovodrun", lambda arguments: words.extend(arguments) or 0)
+    monkeypatch.setattr(multi_host, "horovodrun", lambda arguments, hosts, port: words.extend(arguments) or 0)
 
     def ask(*arguments: object) -> tuple[list[str], list[str]]:
         words.clear()
@@ -101,12 +106,12 @@ def test_elastic(asked, discovery, capsys):
     (["-H", "a:2", "--epochs", "-1"], "needs a whole number above 0, not '-1'"),
     (["-H", "a:2", "--batchsize", "8"], "batchsize"),
     (["-H", "a:2", "-n", "two"], "-n/--processes needs a whole number above 0, not 'two'"),
-    (["-H", "a:2,b:2", "-n", "5"], "-n 5 is more than the 4 processes of the machines; lower it"),
+    (["-H", "a:2,b:2", "-n", "5"], "-n 5 is more than the 4 processes of the machines; lower -n"),
     (["-H", "a:2", "--min-np", "1"], "an elastic run over machines needs two of them to begin"),
     (["--host-discovery-script", "/nowhere/x"], "the host discovery script /nowhere/x is not there"),
     (["--host-discovery-script", "/usr"], "the host discovery script /usr is not there or not executable"),
     (["-H", "a:2", "--max-np", "1"], "--max-np and --blacklist-cooldown-range are for elastic runs"),
-    (["-H", "a:2,b:2", "--min-np", "3", "--max-np", "2"], "--min-np 3 is more than --max-np 2; lower it"),
+    (["-H", "a:2,b:2", "--min-np", "3", "--max-np", "2"], "--min-np 3 is more than --max-np 2; lower --min-np"),
     (["-H", "a:2,b:2", "--min-np", "1", "--blacklist-cooldown-range", "5", "2"], "goes from 5 to 2 seconds"),
 ])
 def test_mistakes(arguments, sentence, asked):
@@ -121,6 +126,10 @@ def test_output_that_nobody_reads(tmp_path):
     for name, content in (("__init__", ""), ("runner/__init__", ""), ("runner/gloo_run", ""),
                           ("runner/common/__init__", ""), ("runner/common/util/__init__", ""),
                           ("runner/common/util/timeout", "TimeoutException = TimeoutError"),
+                          ("runner/common/util/safe_shell_exec", "execute = None"),
+                          ("runner/util/__init__", ""), ("runner/util/remote", ""), ("runner/driver/__init__", ""),
+                          ("runner/driver/driver_service", "get_local_interfaces = None"),
+                          ("runner/util/network", "filter_local_addresses = lambda names: []"),
                           ("runner/launch", "run_commandline = lambda: print('started')")):
         path = tmp_path / "horovod" / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -186,9 +195,15 @@ def test_time_to_save(monkeypatch):
 @pytest.mark.parametrize("error, code, words", [
     # the process itself has printed the user's mistake
     (RuntimeError("one of them:\nProcess name: 1\nExit code: 2\n"), 2, ""),
-    (RuntimeError("one of them:\nProcess name: 1\nExit code: 7\n"), 7, "error: process 1 failed with exit code 7"),
+    (RuntimeError("one of them:\nProcess name: 1\nExit code: 7\n"), 7, "error: process 1 on a failed with exit code 7"),
     (RuntimeError("one of them:\nProcess name: 3\nExit code: 137\n"), 137,
-     "error: process 3 was killed by SIGKILL, as the kernel does when the machine's memory runs out, so the run ends"),
+     "error: process 3 on b was killed by SIGKILL, as the kernel does when the machine's memory runs out, so the run"),
+    (RuntimeError("one of them:\nProcess name: 2\nExit code: 255\n"), 255,
+     "error: process 2 on b was killed, or its connection to this machine was lost, so the run ends"),
+    (RuntimeError("one of them:\nProcess name: b[1]\nExit code: 7\n"), 7,
+     "error: process 1 on b failed with exit code 7, so the run ends"),
+    # another process has already told that it lost the connection to one
+    (RuntimeError("one of them:\nProcess name: 1\nExit code: 3\n"), 3, ""),
 ])
 def test_last_words(error, code, words, monkeypatch, capsys):
     runner = pytest.importorskip("horovod.runner.launch")
@@ -197,20 +212,107 @@ def test_last_words(error, code, words, monkeypatch, capsys):
         raise error
 
     monkeypatch.setattr(runner, "run_commandline", fail)
+    monkeypatch.setattr(multi_host, "unusable", lambda hosts, port: [])
     monkeypatch.setattr(sys, "argv", ["horovodrun"])
-    assert multi_host.horovodrun(["-np", "4"]) == code
+    assert multi_host.horovodrun(["-np", "4"], {"a": 2, "b": 2}, None) == code
     told = [line for line in capsys.readouterr().err.splitlines() if line]
     assert len(told) == bool(words)
     assert all(line.startswith(words) for line in told)
 
 
-def test_unreachable_machine(monkeypatch):
+def test_machine_lost_in_mid_run(monkeypatch, capsys):
+    """A process that has lost the connection to another one cannot know that a machine is lost; the launcher can."""
     runner = pytest.importorskip("horovod.runner.launch")
+    found: list[list[str]] = [[], ["machine b cannot be reached (No route to host)"]]
 
     def fail():
-        raise RuntimeError("could not connect to some hosts via ssh")
+        raise RuntimeError("one of them:\nProcess name: 0\nExit code: 3\n")
 
     monkeypatch.setattr(runner, "run_commandline", fail)
+    monkeypatch.setattr(multi_host, "unusable", lambda hosts, port: found.pop(0))
     monkeypatch.setattr(sys, "argv", ["horovodrun"])
-    with pytest.raises(ProgramError, match="could not connect to some hosts via ssh; see that ssh to each"):
-        multi_host.horovodrun([])
+    assert multi_host.horovodrun([], {"a": 2, "b": 2}, None) == 3
+    assert "error: machine b cannot be reached (No route to host), so the run ends; its" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("answer, words", [
+    ("exec sh -c \"$last\"", ""),
+    ("echo 0123abcd", "machine node.invalid has other code in "),
+    ("echo 'Permission denied (publickey).' >&2; exit 255", "machine node.invalid cannot be reached (Permission"),
+    ("echo 'sh: python: not found' >&2; exit 127", "machine node.invalid cannot start the project (sh: python: not"),
+    ("exit 1", "machine node.invalid cannot start the project (exit code 1)"),
+])
+def test_machines_are_checked(answer, words, tmp_path, monkeypatch):
+    """A machine that cannot take part is refused with its name, before anything is started."""
+    pytest.importorskip("horovod.runner.launch")
+    (tmp_path / "ssh").write_text(f'#!/bin/sh\nfor last; do :; done\n{answer}\n')
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    faults = multi_host.unusable(["localhost", "node.invalid"], 22)
+    assert len(faults) == bool(words)
+    if words:
+        assert faults[0].startswith(words)
+        with pytest.raises(ProgramError, match="each machine needs ssh without a password from here, and "):
+            multi_host.horovodrun([], {"node.invalid": 1}, None)
+
+
+def test_network_interface_of_a_single_machine(monkeypatch):
+    """Other machines may join later, so 127.0.0.1 is not chosen where the user names an interface."""
+    driver_service = pytest.importorskip("horovod.runner.driver.driver_service")
+    remote = pytest.importorskip("horovod.runner.util.remote")
+    monkeypatch.setattr(driver_service, "get_local_interfaces", lambda settings: {"lo"})
+    monkeypatch.setattr(remote, "SSH_COMMAND_PREFIX", "ssh")
+    monkeypatch.setattr(driver_service, "os", os)
+    multi_host._adapt_horovod({"localhost": 1}, None)
+    assert driver_service.get_common_interfaces(SimpleNamespace(nics={"eth7"}), ["localhost"], []) == {"eth7"}
+    assert driver_service.get_common_interfaces(SimpleNamespace(nics=None), ["localhost"], []) == {"lo"}
+    assert "ServerAliveInterval=5" in remote.get_ssh_command("true", "b")
+
+
+def test_machine_lost_while_interfaces_are_sought():
+    """Horovod's own exit at this point is a thread's, and says nothing."""
+    pytest.importorskip("horovod.runner.driver.driver_service")
+    program = ("from train.processes import multi_host; from horovod.runner.driver import driver_service\n"
+               "multi_host.unusable = lambda hosts, port: ['machine b cannot be reached (x)']\n"
+               "multi_host._adapt_horovod({'b': 2}, None); driver_service.os._exit(255)")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.strip() == ("error: machine b cannot be reached (x), while the run was starting: start it again "
+                                   "with the same command")
+
+
+def test_errors_name_their_machine(monkeypatch):
+    """In a run over several machines the error of one process names its machine, and other code is refused."""
+    monkeypatch.setenv("HOROVOD_HOSTNAME", "b")
+    monkeypatch.delenv(DIGEST_VARIABLE, raising=False)
+    check_code()
+    with pytest.raises(ProgramError, match="^no room$"), naming_machine():
+        raise ProgramError("no room")
+    monkeypatch.setenv(DIGEST_VARIABLE, code_digest())
+    check_code()
+    with pytest.raises(OSError, match="No space .*'/data on b'"), naming_machine():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/data")
+    with pytest.raises(TrainError, match="^of all$"), naming_machine():
+        raise TrainError("of all", on_all_ranks=True)
+    monkeypatch.setenv(DIGEST_VARIABLE, "0123abcd")
+    with pytest.raises(UserError, match="^on b: other code is in "), naming_machine():
+        check_code()
+
+
+@pytest.mark.parametrize("is_deaf", [False, True])
+def test_end_with_output(is_deaf):
+    """A process without a launcher on its machine ends when nobody reads its output any more, whatever it does."""
+    program = (f"import signal, time; from train.processes import guard; guard.SECONDS_TO_SAVE = 1\n"
+               f"signal.signal(signal.SIGTERM, signal.{'SIG_IGN' if is_deaf else 'SIG_DFL'})\n"
+               "guard.end_with_output(); print('here', flush=True); time.sleep(60)")
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert process.stdout and process.stdout.readline() == "here\n"
+    process.stdout.close()
+    assert process.wait(30) == -(signal.SIGKILL if is_deaf else signal.SIGTERM)
+
+
+def test_output_that_ends_first():
+    """The small process that watches the output ends with its process, so that the reader sees the end of it."""
+    program = "from train.processes import guard; guard.end_with_output(); print('here')"
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (0, "here\n")

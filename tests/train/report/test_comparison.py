@@ -59,7 +59,7 @@ def test_seeds_become_mean_and_deviation(tmp_path):
     assert cell == f"{best.mean:.2%} ± {best.deviation:.2%}" and runs == "1"
     assert found.times_table.rows[0] == ("lr=0.1", "12.0 s ± 0.0 s (2 of 3)")
     assert [row[:2] for row in found.runs_table.rows] == [(f"lr=0.1,seed={seed}", str(seed)) for seed in right]
-    # The seeds differ as well: three in a row, one in the other.
+    # The seeds differ as well: the first configuration has three, the second has one.
     assert found.differing == {"--seed": ("0, 1, 2", "0"), "--learning-rate": ("0.1", "0.2")}
     assert found.title == "4 runs of 2 configurations" and "±" in found.explanation
 

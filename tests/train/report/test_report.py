@@ -24,7 +24,7 @@ from train.errors import TrainError
 from train.recording.metrics import METRICS_FILE, EpochRow, GpuPoint, LossPoint, RunRecord
 from train.recording.outcomes import Outcomes
 from train.recording.recorder import Recorder
-from train.report import document, plots, predictions
+from train.report import classifier_plots, document, plots, predictions
 from train.report import page as report
 from train.report.classifier import Classifier
 from train.report.predictions import Predictions
@@ -213,6 +213,32 @@ def test_plots_show_something_in_the_colours_of_the_theme(record: RunRecord, the
         counts = {c: n for n, c in image.getcolors(image.width * image.height) or []}
         assert max(counts, key=lambda c: counts[c]) in (rgb(theme.background), rgb(theme.parts[0]))
         assert counts.get(rgb(colour), 0) > 100
+
+
+def test_dark_plots_are_light_ones_in_other_colours(record: RunRecord, rng: np.random.Generator) -> None:
+    """`darkened` gives what drawing in the dark colours gives, but for the names of markers and clips, which matplotlib
+    makes from their colours."""
+    def named_anew(svg: bytes) -> bytes:
+        names: dict[bytes, bytes] = {}
+        return re.sub(rb"\b[a-z][0-9a-f]{10}\b", lambda match: names.setdefault(match[0], b"n%d" % len(names)), svg)
+
+    record.gpu_curve = [GpuPoint(step, 300.0 + step, 0.9, 2.0, 1500.0, 0.1) for step in range(5, 50, 5)]
+    outcomes = Outcomes.of(rng.dirichlet(np.ones(4), 50), rng.integers(0, 4, 50), range(50), [])
+    drawings = [lambda theme: plots.throughput(record, theme), lambda theme: plots.loss(record, theme),
+                lambda theme: plots.accuracy(record, theme), lambda theme: plots.gpu(record, theme),
+                lambda theme: plots.time_split(summarize(record).time_split_seconds, theme),
+                lambda theme: classifier_plots.calibration(outcomes, theme)]
+    for draw in drawings:
+        dark = plots.darkened(draw(plots.LIGHT).svg)
+        assert dark and named_anew(dark) == named_anew(draw(plots.DARK).svg)
+    picture = classifier_plots.confusion(outcomes.confusion(4), list("abcd"), plots.LIGHT)
+    assert plots.darkened(picture.svg) is None
+
+
+def test_all_formats_of_a_plot_have_one_layout(record: RunRecord) -> None:
+    """So its bytes do not depend on which format is drawn first."""
+    one, other = plots.accuracy(record, plots.LIGHT), plots.accuracy(record, plots.LIGHT)
+    assert (one.png, one.svg) == (other.svg, other.png)[::-1]
 
 
 def test_long_runs_are_drawn_with_few_points() -> None:

@@ -154,7 +154,7 @@ def test_a_run_that_was_ended_while_it_started(tmp_path):
 def test_other_bytes_in_place_of_metrics_are_no_young_run(tmp_path):
     """Such a run could be removed. A line without an end may be one that was being written."""
     (tmp_path / METRICS_FILE).write_bytes(b"\x80\x02 no metrics")
-    with pytest.raises(TrainError, match="metrics.jsonl is damaged: its first line is no JSON"):
+    with pytest.raises(TrainError, match="metrics.jsonl is damaged: its first line is not JSON"):
         Run.read(tmp_path)
 
 

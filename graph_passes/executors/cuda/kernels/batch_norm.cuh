@@ -93,8 +93,8 @@ __device__ inline void reduce_parts(float *of_part, float *partials, uint32 *tic
 // `reduce_parts` from registers: each thread of a TILE x REDUCE_ROWS block has N sums of 8 channels.
 template <int N, class Finish>
 __device__ void reduce_over_rows(float (&sums)[N][VEC], float *partials, uint32 *tickets, int channels, Finish finish) {
-    constexpr int CHANNELS = TILE * VEC, WARPS = REDUCE_THREADS / WARP;
-    __shared__ __align__(16) float of_warp[WARPS * N * CHANNELS];
+    constexpr int CHANNELS = TILE * VEC, WARPS = REDUCE_THREADS / WARP, SPLITS = REDUCE_THREADS / (N * CHANNELS / 4);
+    __shared__ __align__(16) float of_warp[(WARPS > SPLITS ? WARPS : SPLITS) * N * CHANNELS];
     const int thread = threadIdx.y * TILE + threadIdx.x;
 #pragma unroll
     for (int j = 0; j < N; ++j) {

@@ -15,7 +15,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from graph_passes.candidates import Candidate, Candidates
-from graph_passes.executors.cuda.builder import APPLY_BLOCK, REDUCE_BLOCK, Builder, Launches, require, rows_and_channels
+from graph_passes.executors.cuda.builder import (
+    APPLY_BLOCK,
+    REDUCE_BLOCK,
+    Builder,
+    Launches,
+    padded_rows,
+    require,
+    rows_and_channels,
+)
 from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.kernel_library import count, threads
 from graph_passes.executors.cuda.kernels.dropout import drops, factors_of
@@ -220,7 +228,7 @@ def backward_apply(builder: Builder, node: Node) -> None:
     """Launch the gradient of the input, from the sums and either the masked gradient or the output's gradient. Adds
     the other gradient of the input, if there is one."""
     recompute, add = node.op.startswith("BatchNormRelu"), node.op.endswith("Add")
-    source, x = builder.buffers[node.inputs[0]], builder.input(node, "data")
+    source, x = builder.tensor(node.inputs[0]), builder.input(node, "data")
     rows, channels = rows_and_channels(node, x)
     builder.launch(node, "batch_norm.cu",
                    builder.kernel("batch_norm_backward_apply", "RECOMPUTED" if recompute else "NO_RELU", add,
@@ -249,21 +257,21 @@ OPERATORS = (
 )
 RULES = (("elemwise_add", norm_grad_add),)
 LAUNCHES: Launches = {
-    "BatchNorm": inference,
-    "BatchNormRelu": inference,
-    "BatchNormAddRelu": inference,
+    "BatchNorm": padded_rows(inference),
+    "BatchNormRelu": padded_rows(inference),
+    "BatchNormAddRelu": padded_rows(inference),
     "BatchNormTrain": refuse,
     "BatchNormReluTrain": refuse,
     "BatchNormAddReluTrain": refuse,
-    "BatchNormStatistics": statistics,
-    "BatchNormApply": apply,
-    "BatchNormReluApply": apply,
-    "BatchNormAddReluApply": apply,
-    "BatchNormBackwardReduce": backward_reduce,
-    "BatchNormReluBackwardReduce": backward_reduce,
-    "BatchNormAddReluBackwardReduce": backward_reduce,
-    "BatchNormBackwardApply": backward_apply,
-    "BatchNormReluBackwardApply": backward_apply,
-    "BatchNormBackwardApplyAdd": backward_apply,
-    "BatchNormReluBackwardApplyAdd": backward_apply,
+    "BatchNormStatistics": padded_rows(statistics),
+    "BatchNormApply": padded_rows(apply),
+    "BatchNormReluApply": padded_rows(apply),
+    "BatchNormAddReluApply": padded_rows(apply),
+    "BatchNormBackwardReduce": padded_rows(backward_reduce),
+    "BatchNormReluBackwardReduce": padded_rows(backward_reduce),
+    "BatchNormAddReluBackwardReduce": padded_rows(backward_reduce),
+    "BatchNormBackwardApply": padded_rows(backward_apply),
+    "BatchNormReluBackwardApply": padded_rows(backward_apply),
+    "BatchNormBackwardApplyAdd": padded_rows(backward_apply),
+    "BatchNormReluBackwardApplyAdd": padded_rows(backward_apply),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from graph_passes.executors.cuda.builder import Builder, Launches, require
+from graph_passes.executors.cuda.builder import Builder, Launches, padded_rows, require
 from graph_passes.executors.cuda.kernel_library import count
 from graph_passes.executors.cuda.kernels.batch_norm import about_mean
 from graph_passes.executors.cuda.operands import In, InOut, Out
@@ -18,7 +18,7 @@ def group_statistics(builder: Builder, node: Node) -> None:
     channels = sums.shape[1]
     _require_shared(node, channels)
     assert builder.group
-    rows = math.prod(builder.shapes[node.input("data")]) // channels
+    rows = math.prod(builder.shapes[node.input("data")][:-1])
     builder.launch(node, "batch_norm_group.cu", "group_statistics", (-(-channels // THREADS), 1, 1), (THREADS, 1, 1),
                    In(sums), about_mean(sums), Out(result), count(rows), *builder.group.arguments(channels))
 
@@ -39,4 +39,4 @@ def group_mean(builder: Builder, node: Node) -> None:
                    *map(InOut, arrays), *missing, *builder.group.arguments(values))
 
 
-LAUNCHES: Launches = {"GroupStatistics": group_statistics, "GroupMean": group_mean}
+LAUNCHES: Launches = {"GroupStatistics": padded_rows(group_statistics), "GroupMean": group_mean}

@@ -22,7 +22,14 @@ from itertools import chain
 from typing import Any
 
 from graph_passes.candidates import Candidate, Candidates
-from graph_passes.executors.cuda.builder import APPLY_BLOCK, REDUCE_BLOCK, Builder, Launches, rows_and_channels
+from graph_passes.executors.cuda.builder import (
+    APPLY_BLOCK,
+    REDUCE_BLOCK,
+    Builder,
+    Launches,
+    padded_rows,
+    rows_and_channels,
+)
 from graph_passes.executors.cuda.kernel_library import count
 from graph_passes.executors.cuda.kernels.batch_norm import Second, about_mean, require_gamma
 from graph_passes.executors.cuda.kernels.dropout import drops, factors_of
@@ -195,7 +202,7 @@ OPERATORS = (
 RULES = (("BatchNormAddReluApply", pair), ("BatchNormBackwardReduce", pair_of_reductions),
          ("BatchNormBackwardApply", pair_of_gradients))
 LAUNCHES: Launches = {
-    "BatchNormPairApply": apply,
-    "BatchNormPairBackwardReduce": backward_reduce,
-    "BatchNormPairBackwardApply": backward_apply,
+    "BatchNormPairApply": padded_rows(apply),
+    "BatchNormPairBackwardReduce": padded_rows(backward_reduce),
+    "BatchNormPairBackwardApply": padded_rows(backward_apply),
 }

@@ -14,7 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from graph_passes.executors.cuda.builder import APPLY_BLOCK, REDUCE_BLOCK, Builder, Launches, rows_and_channels
+from graph_passes.executors.cuda.builder import (
+    APPLY_BLOCK,
+    REDUCE_BLOCK,
+    Builder,
+    Launches,
+    padded_rows,
+    rows_and_channels,
+)
 from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.kernel_library import count
 from graph_passes.executors.cuda.kernels.batch_norm import about_mean, require_gamma
@@ -230,7 +237,7 @@ OPERATORS = (
              POOLING | ATTRIBUTES, ("data_grad",), body=backward_apply_body, forward="BatchNormRelu", fused=True),
 )
 LAUNCHES: Launches = {
-    "BatchNormReluMaxPool": apply,
-    "BatchNormReluMaxPoolBackwardReduce": backward_reduce,
-    "BatchNormReluMaxPoolBackwardApply": backward_apply,
+    "BatchNormReluMaxPool": padded_rows(apply),
+    "BatchNormReluMaxPoolBackwardReduce": padded_rows(backward_reduce),
+    "BatchNormReluMaxPoolBackwardApply": padded_rows(backward_apply),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 
-from graph_passes.executors.cuda.builder import Builder, Launches, require
+from graph_passes.executors.cuda.builder import Builder, Launches, padded_rows, reads_padded, require
 from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.kernel_library import count, threads
 from graph_passes.executors.cuda.kernels import pointwise
@@ -69,7 +69,7 @@ def mean(builder: Builder, node: Node) -> None:
     _require_pixels(node, x.shape)
     vectors = builder.vectors(y)
     builder.launch(node, "pooling.cu", builder.kernel("global_average_pool"), *threads(vectors), In(x), Out(y),
-                   count(vectors), *map(ctypes.c_int, _sizes(node, x.shape)))
+                   count(vectors), *map(ctypes.c_int, _sizes(x.shape)))
 
 
 def mean_backward(builder: Builder, node: Node) -> None:
@@ -77,7 +77,7 @@ def mean_backward(builder: Builder, node: Node) -> None:
     _require_pixels(node, dx.shape)
     vectors = builder.vectors(dx)
     builder.launch(node, "pooling.cu", builder.kernel("global_average_pool_backward"), *threads(vectors), In(dy),
-                   Out(dx), count(vectors), *map(ctypes.c_int, _sizes(node, dx.shape)))
+                   Out(dx), count(vectors), *map(ctypes.c_int, _sizes(dx.shape)))
 
 
 def _require_pixels(node: Node, images: Shape) -> None:
@@ -90,18 +90,23 @@ def _pixels_and_pitch(node: Node, images: Shape, of_images: Shape) -> tuple[int,
     require(len(images) == 4 and of_images == (images[0], 1, 1, images[3]), node,
             f"has the shapes {images} and {of_images}: there are kernels for equal shapes, and for images with one "
             "number for each image and channel")
-    return _sizes(node, images)
+    return _sizes(images)
 
 
-def _sizes(node: Node, images: Shape) -> tuple[int, int]:
-    require(images[3] % VECTOR == 0, node, f"has {images[3]} channels: use a multiple of {VECTOR}")
+def _sizes(images: Shape) -> tuple[int, int]:
+    """Pixels of an image, and vectors of a pixel."""
     return images[1] * images[2], images[3] // VECTOR
 
 
+def _needs_vectors(builder: Builder, node: Node) -> bool:
+    """Whether a tensor is broadcast; otherwise each element is alone."""
+    return reads_padded(builder, node) or len({builder.shapes[ref] for ref in node.inputs}) > 1
+
+
 LAUNCHES: Launches = {
-    **dict.fromkeys(("elemwise_mul", "broadcast_mul", "broadcast_add"), of_two),
-    "ProductBackward": product_backward,
-    "SumTo": sum_to,
-    "mean": mean,
-    "MeanBackward": mean_backward,
+    **dict.fromkeys(("elemwise_mul", "broadcast_mul", "broadcast_add"), padded_rows(of_two, _needs_vectors)),
+    "ProductBackward": padded_rows(product_backward, _needs_vectors),
+    "SumTo": padded_rows(sum_to),
+    "mean": padded_rows(mean),
+    "MeanBackward": padded_rows(mean_backward),
 }

@@ -1,4 +1,5 @@
-"""Convolutions and the classifier: cuDNN plans, alone or fused with BatchNorm's sums, or with bias, addition and ReLU.
+"""Convolutions and fully connected layers by cuDNN's plans. Convolutions are alone, or fused with BatchNorm's sums, or
+with bias, addition and ReLU.
 
     before    x, weight -> Convolution `conv` -> y -> BatchNormStatistics -> sums
     after     x, weight -> ConvolutionStatistics `conv` -> y, sums
@@ -13,12 +14,12 @@ import math
 from collections.abc import Iterator
 
 from graph_passes.candidates import Candidate, Candidates
-from graph_passes.executors.cuda.builder import Builder, Launches, require
+from graph_passes.executors.cuda.builder import Builder, Launches, padded_rows, require
 from graph_passes.executors.cuda.operands import In, Out
-from graph_passes.executors.cuda.parameters import VECTOR, padded
-from graph_passes.executors.cuda.program import Buffer
-from graph_passes.graph import Node
-from graph_passes.operators import channel_axis
+from graph_passes.executors.cuda.parameters import is_depthwise
+from graph_passes.executors.cuda.program import Buffer, View
+from graph_passes.graph import Node, Ref
+from graph_passes.operators import Shape, channel_axis
 
 
 def conv_statistics(table: Candidates, sums: Candidate) -> Iterator[Node]:
@@ -67,25 +68,15 @@ def statistics(builder: Builder, node: Node) -> None:
 
 def _operands(builder: Builder, node: Node) -> tuple[Buffer, Buffer, Buffer]:
     """Data, weight and output of a convolution."""
-    y = builder.output(node)
-    require(y.shape[3] % VECTOR == 0, node, f"has {y.shape[3]} filters: use a multiple of {VECTOR}")
-    return builder.input(node, "data"), builder.input(node, "weight"), y
-
-
-def classifier(builder: Builder, node: Node) -> None:
-    """Launch a 1x1 convolution of a 1x1 image. The softmax adds the bias, in fp32."""
-    require(node["no_bias"], node, "does not feed a SoftmaxOutput alone: only the classifier has a GPU lowering")
-    x, w = builder.input(node, "data"), builder.input(node, "weight")
-    y = builder.output(node, shape=(x.shape[0], 1, 1, padded(node["num_hidden"])))
-    builder.plan(node, builder.problem("fprop", node, x, w, y), In(x), In(w), Out(y))
+    return builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
 
 
 def wgrad(builder: Builder, node: Node) -> None:
     """Launch the gradient of the weights."""
     dy, x = builder.input(node, "out_grad"), builder.input(node, "data")
-    shape = None
-    if node.op == "FullyConnectedWgrad":  # the parameter's shape, even if this is only a part of its gradient
-        shape = (padded(node["num_hidden"]), 1, 1, math.prod(x.shape[1:]))
+    _, *kernel, channels = builder.shapes[Ref(node.name)]
+    # the parameter's shape, even if this is only a part of its gradient
+    shape = (dy.shape[3], *kernel, x.shape[3] if node["num_group"] == 1 else channels)
     dw = builder.output(node, shape=shape)
     builder.plan(node, builder.problem("wgrad", node, x, dw, dy), In(x), In(dy), Out(dw))
 
@@ -96,15 +87,59 @@ def dgrad(builder: Builder, node: Node) -> None:
     builder.plan(node, builder.problem("dgrad", node, dx, w, dy), In(dy), In(w), Out(dx))
 
 
+def _is_padded(builder: Builder, node: Node) -> bool:
+    """Whether the weight of a convolution is padded: not in groups, but for a group for each channel."""
+    groups, weight = node["num_group"], Ref(node.name) if node.op == "ConvolutionWgrad" else node.input("weight")
+    return groups == 1 or is_depthwise(builder.shapes[weight], groups)
+
+
+# --- fully connected layers: 1x1 convolutions of 1x1 images ---
+
+
+def fully_connected(builder: Builder, node: Node) -> None:
+    """Launch a layer without its bias, which a softmax or another launch adds."""
+    require(node["no_bias"], node, "has a bias that no pass has taken out of it")
+    x, w, y = _data(builder, node), builder.input(node, "weight"), _rows(builder.output(node))
+    builder.plan(node, builder.problem("fprop", node, x, w, y), In(x), In(w), Out(y))
+
+
+def fully_connected_wgrad(builder: Builder, node: Node) -> None:
+    dy, x = _rows(builder.input(node, "out_grad")), _data(builder, node)
+    dw = builder.output(node, shape=(dy.shape[1], 1, 1, x.shape[1]))
+    builder.plan(node, builder.problem("wgrad", node, x, dw, dy), In(x), In(dy), Out(dw))
+
+
+def fully_connected_dgrad(builder: Builder, node: Node) -> None:
+    dy, w = _rows(builder.input(node, "out_grad")), builder.input(node, "weight")
+    with builder.output_matrix(node, _features(node["data_shape"], node)) as dx:
+        builder.plan(node, builder.problem("dgrad", node, dx, w, dy), In(dy), In(w), Out(dx))
+
+
+def _data(builder: Builder, node: Node) -> Buffer:
+    """The data of a fully connected layer as a matrix."""
+    data = node.input("data")
+    return builder.matrix(data, _features(builder.shapes[data], node))
+
+
+def _features(data: Shape, node: Node) -> int:
+    """The numbers of a row that a fully connected layer reads."""
+    return math.prod(data[1:]) if node["flatten"] else data[-1]
+
+
+def _rows(y: Buffer) -> Buffer:
+    """A tensor as a matrix with equal rows."""
+    return View(y, (math.prod(y.shape[:-1]), y.shape[-1]))
+
+
 RULES = (("BatchNormStatistics", conv_statistics),)
 LAUNCHES: Launches = {
-    "Convolution": forward,
-    "ConvolutionStatistics": statistics,
-    "ConvolutionRelu": relu,
-    "ConvolutionAddRelu": add_relu,
-    "ConvolutionWgrad": wgrad,
-    "ConvolutionDgrad": dgrad,
-    "FullyConnected": classifier,
-    "FullyConnectedWgrad": wgrad,
-    "FullyConnectedDgrad": dgrad,
+    "Convolution": padded_rows(forward, _is_padded),
+    "ConvolutionStatistics": padded_rows(statistics),
+    "ConvolutionRelu": padded_rows(relu),
+    "ConvolutionAddRelu": padded_rows(add_relu),
+    "ConvolutionWgrad": padded_rows(wgrad, _is_padded),
+    "ConvolutionDgrad": padded_rows(dgrad, _is_padded),
+    "FullyConnected": padded_rows(fully_connected),
+    "FullyConnectedWgrad": padded_rows(fully_connected_wgrad),
+    "FullyConnectedDgrad": padded_rows(fully_connected_dgrad),
 }

@@ -28,13 +28,12 @@ from functools import partial
 from typing import Any
 
 from graph_passes.candidates import Candidate, Candidates, form
-from graph_passes.executors.cuda.builder import Builder, Launches, require
+from graph_passes.executors.cuda.builder import Builder, Launches, padded_rows, require
 from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.kernel_library import Size, instance
 from graph_passes.executors.cuda.operands import In, Out
-from graph_passes.executors.cuda.parameters import VECTOR
 from graph_passes.executors.cuda.program import Buffer
-from graph_passes.graph import Node
+from graph_passes.graph import Node, Ref
 from graph_passes.operators import Operator, Shape, channel_axis, window
 from graph_passes.operators.base import DATA_SHAPE
 from graph_passes.operators.convolution import CONVOLUTION, convolution_body
@@ -135,9 +134,9 @@ class Depthwise:
 
 def _division(builder: Builder, node: Node, images: Buffer, result: Buffer, gradient: bool = False) -> Depthwise:
     """Return the division of a convolution, or with `gradient` of the gradient of its data."""
-    channels = result.shape[3]
-    require(channels % VECTOR == 0 and channels == node["num_filter"] == node["num_group"], node,
-            f"has {channels} channels in {node['num_group']} groups: its kernel takes as many, a multiple of {VECTOR}")
+    channels = (node["data_shape"] if gradient else builder.shapes[node.input("data")])[3]
+    require(channels == node["num_filter"] == node["num_group"], node,
+            f"has {channels} channels in {node['num_group']} groups: its kernel takes as many")
     size = window(node)
     kernel, stride, pad = size.kernel[0], size.stride[0], size.pad
     made = partial(Depthwise, kernel, images.shape, result.shape,
@@ -182,7 +181,8 @@ def dgrad(builder: Builder, node: Node) -> None:
 
 def wgrad(builder: Builder, node: Node) -> None:
     """Blocks leave parts of the sums, and a second launch adds these up."""
-    dy, x, dw = builder.input(node, "out_grad"), builder.input(node, "data"), builder.output(node)
+    dy, x = builder.input(node, "out_grad"), builder.input(node, "data")
+    dw = builder.output(node, shape=(dy.shape[3], *builder.shapes[Ref(node.name)][1:]))
     division = _division(builder, node, x, dy)
     grid = division.summing_grid
     parts = Buffer(f"{node.name}:parts", (grid[0], *dw.shape), "float32")
@@ -209,5 +209,5 @@ OPERATORS = (
 RULES = (("Convolution", form("DepthwiseForward", is_depthwise)), ("BatchNormStatistics", depthwise_statistics),
          ("ConvolutionDgrad", form("DepthwiseDgrad", is_depthwise)),
          ("ConvolutionWgrad", form("DepthwiseWgrad", is_depthwise)))
-LAUNCHES: Launches = {"DepthwiseForward": forward, "DepthwiseStatistics": statistics, "DepthwiseDgrad": dgrad,
-                      "DepthwiseWgrad": wgrad}
+LAUNCHES: Launches = {"DepthwiseForward": padded_rows(forward), "DepthwiseStatistics": padded_rows(statistics),
+                      "DepthwiseDgrad": padded_rows(dgrad), "DepthwiseWgrad": padded_rows(wgrad)}

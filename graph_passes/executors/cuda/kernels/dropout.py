@@ -6,12 +6,11 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from graph_passes.executors.cuda.builder import Builder, Launches, no_lowering, require
+from graph_passes.executors.cuda.builder import Builder, Launches, no_lowering, padded_rows, require
 from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.kernel_library import count, threads
+from graph_passes.executors.cuda.kernels.pointwise import whole_vectors
 from graph_passes.executors.cuda.operands import In, Out
-from graph_passes.executors.cuda.parameters import VECTOR
-from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
 from graph_passes.operators.dropout import kept_scale, threshold
 
@@ -55,23 +54,17 @@ def factors_of(builder: Builder, node: Node, rows: int) -> tuple[Any, Any, Any]:
 def images(builder: Builder, node: Node) -> None:
     """Launch a product that no pass has fused."""
     x, y, given = builder.input(node, "data"), builder.output(node), builder.input(node, "factors")
-    vectors, num_images = _vectors(builder, node, y), given.shape[1]
+    vectors, num_images = builder.vectors(y), given.shape[1]
     builder.launch(node, "dropout.cu", builder.kernel("dropout_images"), *threads(vectors), In(x), In(given),
                    Out(y, over=x), count(node["row"] * num_images), count(vectors), count(vectors // num_images))
 
 
 def elements(builder: Builder, node: Node) -> None:
     x, y = builder.input(node, "data"), builder.output(node)
-    vectors = _vectors(builder, node, y)
+    vectors = whole_vectors(y)
     builder.launch(node, "dropout.cu", builder.kernel("dropout_elements"), *threads(vectors), In(x),
                    In(builder.input(node, "seed")), Out(y, over=x), ctypes.c_uint32(threshold(node["p"])),
                    ctypes.c_float(kept_scale(node["p"])), count(node["number"]), count(vectors))
-
-
-def _vectors(builder: Builder, node: Node, y: Buffer) -> int:
-    channels = y.shape[-1]
-    require(channels % VECTOR == 0, node, f"has {channels} channels: use a multiple of {VECTOR}")
-    return builder.vectors(y)
 
 
 def refuse(builder: Builder, node: Node) -> None:
@@ -82,6 +75,6 @@ def refuse(builder: Builder, node: Node) -> None:
 LAUNCHES: Launches = {
     "Dropout": refuse,
     "DropoutFactors": factors,
-    "DropoutImages": images,
+    "DropoutImages": padded_rows(images),
     "DropoutElements": elements,
 }

@@ -1,4 +1,4 @@
-"""Elementwise launches: sums, bias and ReLU; flattening, which is no launch; and the epilogue of a convolution as a
+"""Elementwise launches: sums, bias and ReLU; flattening, which needs no launch; and the epilogue of a convolution as a
 launch of its own.
 
     before    x, weight, bias, shortcut -> ConvolutionAddRelu `r`
@@ -7,15 +7,15 @@ launch of its own.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from graph_passes.candidates import Candidate, Candidates
-from graph_passes.executors.cuda.builder import Builder, Launches, require
+from graph_passes.executors.cuda.builder import Builder, Launches, padded_rows, reads_padded
 from graph_passes.executors.cuda.kernel_library import count, threads
+from graph_passes.executors.cuda.kernels.pointwise import whole_vectors
 from graph_passes.executors.cuda.operands import In, Out
 from graph_passes.executors.cuda.parameters import VECTOR
-from graph_passes.graph import Node, Ref
+from graph_passes.graph import Node
 from graph_passes.passes.conv_epilogue import in_two
 
 
@@ -28,8 +28,8 @@ def bias_alone(table: Candidates, fused: Candidate) -> Iterator[Node]:
 
 def add(builder: Builder, node: Node) -> None:
     a, b = builder.input(node, "lhs"), builder.input(node, "rhs")
-    y = builder.output(node)
-    vectors = builder.vectors(y)
+    y = builder.output(node, shape=a.shape if builder.has_one_form(node.inputs[0]) else None)  # parts of a gradient
+    vectors = whole_vectors(y)
     builder.launch(node, "elementwise.cu", builder.kernel("add"), *threads(vectors), In(a), In(b), Out(y, over=a),
                    count(vectors))
 
@@ -41,22 +41,12 @@ def bias(builder: Builder, node: Node) -> None:
     vectors = builder.vectors(y)
     builder.launch(node, "elementwise.cu", builder.kernel("bias_add_relu", adds, relu), *threads(vectors),
                    In(x), In(builder.input(node, "bias")), In(builder.input(node, "addend") if adds else None),
-                   Out(y, over=x), count(vectors), count(y.shape[3] // VECTOR))
+                   Out(y, over=x), count(vectors), count(y.shape[-1] // VECTOR))
 
 
-def flatten(builder: Builder, node: Node) -> None:
-    """Nothing is launched: the output is the input's memory."""
-    x = builder.input(node, "data")
-    require(x.num_bytes == math.prod(builder.shapes[Ref(node.name)]) * builder.item_bytes, node,
-            "changes its number of elements by padding, which has no GPU lowering")
-    builder.buffers[Ref(node.name)] = x
-
-
-def reshape(builder: Builder, node: Node) -> None:
+def same_memory(builder: Builder, node: Node) -> None:
     """Nothing is launched: the memory is read with the other shape from now on."""
-    x = builder.buffers[node.inputs[0]]
-    x.shape = builder.shapes[Ref(node.name)]
-    builder.buffers[Ref(node.name)] = x
+    builder.share(node)
 
 
 def zeros(builder: Builder, node: Node) -> None:
@@ -74,13 +64,9 @@ def initial_zeros(builder: Builder, node: Node) -> None:
 
 RULES = tuple((op, bias_alone) for op in ("Convolution", "ConvolutionRelu", "ConvolutionAddRelu"))
 LAUNCHES: Launches = {
-    "elemwise_add": add,
-    "BiasAdd": bias,
-    "BiasRelu": bias,
-    "BiasAddRelu": bias,
-    "Flatten": flatten,
-    "FlattenBackward": reshape,
-    "Reshape": reshape,
+    "elemwise_add": padded_rows(add, reads_padded),
+    **dict.fromkeys(("BiasAdd", "BiasRelu", "BiasAddRelu"), padded_rows(bias)),
+    **dict.fromkeys(("Flatten", "FlattenBackward", "Reshape"), same_memory),
     "Zeros": zeros,
     "_zeros": initial_zeros,
 }

@@ -136,6 +136,23 @@ struct Lion {
     }
 };
 
+// Tieleman and Hinton, 2012, with epsilon inside the root as in TensorFlow
+struct RmsProp {
+    static constexpr int SLOTS = 2;
+    static constexpr NormsOf NORMS_OF = NOTHING;
+    float rho, rest, momentum, epsilon;  // rest: 1 - rho
+
+    __device__ explicit RmsProp(const State &state)
+        : rho(state.constants[0]), rest(state.constants[1]), momentum(state.constants[2]), epsilon(state.constants[3]) {}
+
+    __device__ void update(float &w, float g, float (&s)[SLOTS], float rate, float decay) const {
+        g += decay * w;
+        s[0] = rho * s[0] + rest * g * g;
+        s[1] = momentum * s[1] + rate * g / sqrtf(s[0] + epsilon);
+        w -= s[1];
+    }
+};
+
 // --- the launches of a step ---
 
 template <class T> __device__ inline void load_gradient(const Tensor &t, uint32 at, float (&g)[VEC]) {

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import math
 
-from graph_passes.executors.cuda.builder import Builder, Launches, no_lowering
+import numpy as np
+
+from graph_passes.executors.cuda.builder import Builder, Launches, no_lowering, padded_rows, reads_padded
 from graph_passes.executors.cuda.kernel_library import count, threads
 from graph_passes.executors.cuda.operands import In, Out
 from graph_passes.executors.cuda.parameters import VECTOR
@@ -64,11 +66,18 @@ def with_number(builder: Builder, node: Node) -> None:
             ctypes.c_float(shift), of=y)
 
 
+def _keeps_padding(builder: Builder, node: Node) -> bool:
+    """Whether a function of padded data makes 0 of the padding's 0."""
+    function = function_of(node)
+    return reads_padded(builder, node) and function is not None and function.value(np.zeros(1))[0] == 0
+
+
 LAUNCHES: Launches = {
     **dict.fromkeys(("relu", "Activation", "LeakyReLU", "clip", "hard_sigmoid", "sigmoid", "tanh", "softsign"),
-                    activation),
-    "ActivationBackward": activation_backward,
-    "ReluBackward": relu_backward,
-    "AddRelu": add_relu,
-    **dict.fromkeys(("_plus_scalar", "_minus_scalar", "_mul_scalar", "_div_scalar"), with_number),
+                    padded_rows(activation, _keeps_padding)),
+    "ActivationBackward": padded_rows(activation_backward, reads_padded),
+    "ReluBackward": padded_rows(relu_backward, reads_padded),
+    "AddRelu": padded_rows(add_relu, reads_padded),
+    **dict.fromkeys(("_plus_scalar", "_minus_scalar"), with_number),
+    **dict.fromkeys(("_mul_scalar", "_div_scalar"), padded_rows(with_number, reads_padded)),
 }

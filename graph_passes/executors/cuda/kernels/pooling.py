@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 from graph_passes.errors import GraphError
-from graph_passes.executors.cuda.builder import Builder, Launches, require
+from graph_passes.executors.cuda.builder import Builder, Launches, padded_rows
 from graph_passes.executors.cuda.declarations import Declarations
 from graph_passes.executors.cuda.kernel_library import count, threads
 from graph_passes.executors.cuda.operands import In, Out
@@ -30,7 +30,6 @@ class Window(ctypes.Structure):
 def forward(builder: Builder, node: Node) -> None:
     """Launch pooling of any kind. The training variant of max pooling keeps the winners' positions."""
     x, y = builder.input(node, "data"), builder.output(node)
-    require(x.shape[3] % VECTOR == 0, node, f"has {x.shape[3]} channels: use a multiple of {VECTOR}")
     vectors, (pixels, pitch) = builder.vectors(y), _pixels_and_pitch(x)
     if node["pool_type"] == "avg" and node["global_pool"]:
         builder.launch(node, "pooling.cu", builder.kernel("global_average_pool"), *threads(vectors),
@@ -74,8 +73,8 @@ def _pixels_and_pitch(x: Buffer) -> tuple[ctypes.c_int, ctypes.c_int]:
 
 
 LAUNCHES: Launches = {
-    "Pooling": forward,
-    "MaxPoolingTrain": forward,
-    "MaxPoolingBackward": max_backward,
-    "AvgPoolingBackward": average_backward,
+    "Pooling": padded_rows(forward),
+    "MaxPoolingTrain": padded_rows(forward),
+    "MaxPoolingBackward": padded_rows(max_backward),
+    "AvgPoolingBackward": padded_rows(average_backward),
 }

@@ -33,9 +33,11 @@ struct alignas(1024) Control {
     uint64 order[TEAMS], result_order[TEAMS], addend_full[MAX_RESULTS], addend_empty[MAX_RESULTS];
 };
 
-// Results of height x width pixels. A tile has `rows` rows of `together` images; its input has `parts`, each of rows + more
-// rows. Windows reach `pad` pixels, 1 or 0, in each direction. A part has `part_vectors` in shared memory; TMA writes the
-// first of them. A block computes `groups` of the `all_groups` groups of 64 filters.
+// Sizes of the convolution. The output has `height` x `width` pixels. A tile gives `rows` output rows of `together` images;
+// its input consists of `parts` parts (see the top of this file), each of `rows` + `more` rows. Windows reach `pad` pixels, 1
+// or 0, in each direction. A part takes `part_vectors` vectors of shared memory; TMA writes the first of them. `places`,
+// `stages` and `results` are numbers of slots (see Control). A block computes `groups` of the `all_groups` groups of 64
+// filters.
 struct TappedImages {
     int images, height, width, pad, rows, more, together, parts, places, part_vectors, stages, results, groups, all_groups;
 

@@ -135,7 +135,7 @@ def launch(builder: Builder, node: Node) -> None:
     require(filters <= COLUMNS and filters_z <= max(Z_COLUMNS), node,
             f"makes {filters} and {filters_z} channels: its kernel takes {COLUMNS} and {max(Z_COLUMNS)} at most")
     require(all(each % TILE_VECTOR == 0 for each in (channels, channels_2, filters, filters_z)), node,
-            f"has channels that are no multiples of {TILE_VECTOR}")
+            f"has channels that are not multiples of {TILE_VECTOR}")
     geometry = QuantisedPair(channels, filters_z, channels_2)
     require(geometry.stages >= 2, node, f"has {channels} channels: the weights do not fit into shared memory")
     tiles, tiles_z = (Tiles.of(x.shape, made.shape, window(node).stride, CHUNK) for made in (y, z))

@@ -6,7 +6,7 @@ import ctypes
 import math
 from typing import Any
 
-from graph_passes.executors.cuda.builder import Builder, Launches, require
+from graph_passes.executors.cuda.builder import Builder, Launches, padded_rows, reads_padded
 from graph_passes.executors.cuda.kernel_library import Written
 from graph_passes.executors.cuda.operands import In, InOut, Out
 from graph_passes.executors.cuda.program import Buffer
@@ -52,9 +52,8 @@ def _loss(builder: Builder, node: Node, source: str, kernel: str, gradient_scale
     """Launch a loss kernel with the arguments of softmax_cross_entropy and `more`, and count its hits."""
     training = node.op in LOSSES.values()
     scores, (images, classes) = builder.input(node, "data"), builder.shapes[node.input("data")]
-    require(scores.shape[:-1] == (images, 1, 1), node, "does not follow a FullyConnected: no GPU lowering")
     keep = builder.persistent
-    gradient = builder.output(node, shape=scores.shape) if training else None
+    gradient = builder.output(node) if training else None
     probabilities, own_share = (None, keep.own_share) if training else (keep.probabilities, None)
     row_loss = Buffer(f"{node.name}:row_loss", (images,), "float32")
     row_rank = Buffer(f"{node.name}:row_rank", (images,), "int32")
@@ -62,7 +61,7 @@ def _loss(builder: Builder, node: Node, source: str, kernel: str, gradient_scale
                    In(scores), In(builder.optional_input(node, "bias", "no_bias")), In(keep.label), In(own_share),
                    Out(probabilities), Out(gradient), Out(row_loss), Out(row_rank), In(keep.loss_scale),
                    ctypes.c_float(gradient_scale), ctypes.c_float(node["smooth_alpha"]), ctypes.c_int(classes),
-                   ctypes.c_int(scores.shape[3]), *more, shared_bytes=shared_bytes)
+                   ctypes.c_int(scores.shape[-1]), *more, shared_bytes=shared_bytes)
     builder.launch(node, "softmax.cu", "add_metrics", (1, 1, 1), (256, 1, 1), In(row_loss), In(row_rank),
                    In(keep.num_valid), InOut(keep.metrics))
 
@@ -76,11 +75,11 @@ def bias_gradient(builder: Builder, node: Node) -> None:
 
 
 LAUNCHES: Launches = {
-    "SoftmaxOutput": softmax,
-    "SoftmaxCrossEntropy": softmax,
-    "SigmoidOutput": sigmoid,
-    "SigmoidCrossEntropy": sigmoid,
-    "CustomOutput": custom,
-    "CustomLoss": custom,
-    "BiasGrad": bias_gradient,
+    "SoftmaxOutput": padded_rows(softmax),
+    "SoftmaxCrossEntropy": padded_rows(softmax),
+    "SigmoidOutput": padded_rows(sigmoid),
+    "SigmoidCrossEntropy": padded_rows(sigmoid),
+    "CustomOutput": padded_rows(custom),
+    "CustomLoss": padded_rows(custom),
+    "BiasGrad": padded_rows(bias_gradient, reads_padded),
 }

@@ -45,7 +45,7 @@ WINDOW = ((SIZE, SIZE), (2, 2), (3, 3), (1, 1))  # kernel, stride, pad, dilation
 CHANNELS = (3, 4)  # channels of the images; three are padded to four
 STEM_BLOCK: Size = (_CUDA.value("THREADS"), 1, 1)
 OUT_ROWS, IN_ROWS = _CUDA.values("OUT_ROWS", "IN_ROWS")  # rows of an item of work
-STATIC_BYTES = 3100  # shared memory in addition to that of `stem_work`
+STATIC_BYTES = 3100  # shared memory in addition to what `stem_work` counts
 SHARE = FILTERS * SIZE * _CUDA.value("ROW_OF_K")  # floats of the weights' gradient that each block writes
 
 

@@ -77,7 +77,8 @@ def _with_headers(source: str, folder: Path) -> Mapping[str, str]:
 
 @cache
 def is_emulated(source: str, folder: Path = SOURCES) -> bool:
-    """Whether a file's kernels are plain. Named barriers in common.cuh are refused when they are executed."""
+    """Whether the emulator knows all PTX instructions of a file's kernels. Those of common.cuh (named barriers) do not
+    count: they are refused when they are executed."""
     return all("emulated_refusal" not in text for name, text in _with_headers(source, folder).items()
                if name != "common.cuh")
 
