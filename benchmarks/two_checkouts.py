@@ -47,6 +47,8 @@ class Options:
     """Precision; int8 is for --inference."""
     inference: bool = False
     """Measure inference instead of the training step."""
+    deterministic: bool = False
+    """Measure deterministic training steps."""
     own_caches: bool = False
     """Give each checkout an empty cache of kernel choices at its first start."""
     turns: Positive = 4
@@ -64,7 +66,7 @@ import step_gpu
 
 model, batch, dtype, inference = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4] == "inference"
 executor, batches = (step_gpu.make_int8(model, batch, 224) if dtype == "int8" else
-                     step_gpu.make_step(model, batch, 224, dtype))
+                     step_gpu.make_step(model, batch, 224, dtype, deterministic=sys.argv[5] == "deterministic"))
 executor.forward(batches[0][0]) if inference else executor.forward_backward(*batches[0])
 executor.synchronize()
 print(json.dumps(time.time() - begin), flush=True)
@@ -81,7 +83,8 @@ class Checkout:
 
     def __init__(self, folder: Path, arguments: Options, cache: Path | None) -> None:
         use = "inference" if arguments.inference else "training"
-        command = [sys.executable, "-c", WORKER, arguments.model, str(arguments.batch), arguments.dtype, use]
+        order = "deterministic" if arguments.deterministic else "fastest"
+        command = [sys.executable, "-c", WORKER, arguments.model, str(arguments.batch), arguments.dtype, use, order]
         others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path != str(ROOT)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *others])}
         if cache:
@@ -158,7 +161,7 @@ def main() -> None:
           f"{ {name: (row['start_s'], row['memory_mib']) for name, row in rows.items()} }")
     row = {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "model": arguments.model,
            "batch": arguments.batch, "dtype": arguments.dtype, "inference": arguments.inference,
-           "commit": git_commit(), "hardware": hardware(), "versions": versions(), **rows}
+           "deterministic": arguments.deterministic, "commit": git_commit(), "hardware": hardware(), "versions": versions(), **rows}
     with (RESULTS / "two_checkouts_1gpu.jsonl").open("a") as file:
         print(json.dumps(row), file=file)
 
