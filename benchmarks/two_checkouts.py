@@ -161,7 +161,8 @@ def main() -> None:
           f"{ {name: (row['start_s'], row['memory_mib']) for name, row in rows.items()} }")
     row = {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "model": arguments.model,
            "batch": arguments.batch, "dtype": arguments.dtype, "inference": arguments.inference,
-           "deterministic": arguments.deterministic, "commit": git_commit(), "hardware": hardware(), "versions": versions(), **rows}
+           "deterministic": arguments.deterministic, "commit": git_commit(), "hardware": hardware(),
+           "versions": versions(), **rows}
     with (RESULTS / "two_checkouts_1gpu.jsonl").open("a") as file:
         print(json.dumps(row), file=file)
 
