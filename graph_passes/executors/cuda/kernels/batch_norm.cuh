@@ -267,6 +267,18 @@ struct Backward {
     }
 };
 
+// What `reduce_parts` calls at the end of a BatchNorm's backward sums: of dz, and of dz * (x - mean).
+struct ParameterGradients {
+    const float *saved;
+    float *dgamma, *dbeta;
+    int channels;
+
+    __device__ void operator()(int channel, const float (&sums)[2]) const {
+        dgamma[channel] = sums[1] * saved[channels + channel];
+        dbeta[channel] = sums[0];
+    }
+};
+
 // dx = scale * dz + b * x + c, which equals gamma * invstd * (dz - dbeta / rows - (x - mean) * invstd * dgamma / rows).
 struct InputGradient {
     float b[VEC], c[VEC];

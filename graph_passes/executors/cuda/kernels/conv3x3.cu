@@ -120,14 +120,8 @@ __device__ inline void normalise(uint4 *tile, const Control &control, const Tile
             for (int i = 0; i < IN_FLIGHT; ++i)
                 if (first + i * STEP < images.width) raw[i] = at[i * STEP * PIXEL_VECTORS];
 #pragma unroll
-            for (int i = 0; i < IN_FLIGHT; ++i) {
-                if (first + i * STEP >= images.width) continue;
-                float v[VEC];
-                unpack(packed<T>(raw[i]), v);
-#pragma unroll
-                for (int k = 0; k < VEC; ++k) v[k] = relu(v[k] * scale[k] + shift[k]);
-                at[i * STEP * PIXEL_VECTORS] = words(pack<T>(v));
-            }
+            for (int i = 0; i < IN_FLIGHT; ++i)
+                if (first + i * STEP < images.width) at[i * STEP * PIXEL_VECTORS] = norm_relu<T>(raw[i], scale, shift);
         }
 }
 

@@ -203,8 +203,6 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
     __syncthreads();  // reuses the memory of the results
     float *const of_warps = reinterpret_cast<float *>(all_results);
     if (role.is_mma_warp) sums.store(of_warps, warp, lane);
-    reduce_parts<THREADS, MMA_WARPS, SUMS, COLUMNS>(of_warps, partials, tickets, columns, [=](int n, const float (&of)[SUMS]) {
-        dgamma[n] = of[1] * saved[columns + n];
-        dbeta[n] = of[0];
-    });
+    reduce_parts<THREADS, MMA_WARPS, SUMS, COLUMNS>(of_warps, partials, tickets, columns,
+                                                    ParameterGradients{saved, dgamma, dbeta, columns});
 }

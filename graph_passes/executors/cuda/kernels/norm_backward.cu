@@ -26,7 +26,8 @@ constexpr int COPIERS = 2;  // threads that share the copies into a stage
 //         the next tile. One thread of each warpgroup starts the TMA loads of every second piece, as soon as the stage is free.
 template <int K_, int COLUMNS_> struct Shape {
     static constexpr int COLUMNS = COLUMNS_, COLUMN_CHUNKS = COLUMNS / CHUNK, BLOCKS = COLUMNS / OWN_COLUMNS;
-    static constexpr int K = K_ / BLOCKS, CHUNKS = K / CHUNK, PARTS = GROUP_WARPS / CHUNKS, CHUNKS_PER_GROUP = (CHUNKS + 1) / 2;
+    static constexpr int ALL_K = K_, K = ALL_K / BLOCKS, CHUNKS = K / CHUNK;
+    static constexpr int PARTS = GROUP_WARPS / CHUNKS, CHUNKS_PER_GROUP = (CHUNKS + 1) / 2;
     static constexpr int STAGES = BLOCKS == 1 ? 3 : 2;
     static constexpr int IN_FLIGHT = BLOCKS == 1 ? 4 : 2;  // vectors of dz and of x that a thread loads before it uses them
     static constexpr int INPUT_ROWS = WEIGHT_WARPS / COLUMN_CHUNKS * WARP_ROWS;  // rows that the wgrad warps normalise at once
@@ -100,220 +101,214 @@ __device__ inline int own_column(int lane) { return lane / 4 % 2 * 4 + lane / 8 
 // Barrier of the dgrad warpgroup alone. The other warpgroups are done by then.
 constexpr NamedBarrier<2, GROUP> sync_group{};
 
-// dx = scale * dz + b * x + c per channel of the later BatchNorm. With RELU, dz is masked where x * scale + shift <= 0. With
-// DROP, dz is multiplied by the image's stochastic-depth factor.
-// With REDUCE, the convolution's input is relu(BatchNorm(prev)). `out` is then the gradient of that BatchNorm's output,
-// masked by the ReLU, and the kernel also computes the sums of batch_norm_backward_reduce. Without REDUCE, `prev` is the
-// convolution's input, and `out` is its gradient.
-// The gradient of the weights (K, C), in OHWI, is left in gridDim.y parts for `sum_parts`.
-// The tensor maps have tiles of 16 rows and 64 columns. gridDim.x is the cluster; gridDim.y clusters share the rows.
-// Shapes: dz, x (rows, K); saved (2, K), gamma, beta, dgamma, dbeta (K) fp32; w (K, C) with C = COLUMNS; prev, out (rows, C);
-// prev_saved (2, C), prev_gamma, prev_beta, prev_dgamma, prev_dbeta (C), dw_parts (gridDim.y, K, C), partials (gridDim.y, 2,
-// C), factors fp32; tickets (gridDim.x).
-template <class T, int K, int COLUMNS, bool RELU, bool REDUCE, bool DROP>
-__global__ void __cluster_dims__(COLUMNS / OWN_COLUMNS, 1, 1) __launch_bounds__(THREADS, 1)
-norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorMap x,
-              const __grid_constant__ TensorMap prev_tiles, const float *saved, const float *gamma,
-              const float *beta, const float *dgamma, const float *dbeta, const Packed<T> *w,
-              const Packed<T> *prev, Packed<T> *out, const float *prev_saved, const float *prev_gamma,
-              const float *prev_beta, float *prev_dgamma, float *prev_dbeta, float *dw_parts, float *partials,
-              uint32 *tickets, uint32 rows, const float *factors, uint32 first_factor, uint32 pixels) {
-    using S = Shape<K, COLUMNS>;
-    constexpr int STAGES = S::STAGES;
-    extern __shared__ __align__(1024) uint4 memory[];
-    Shared<S> &shared = *reinterpret_cast<Shared<S> *>(memory);
-    const int lane = lane_index(), warp = warp_index();
-    const int group = warp / GROUP_WARPS, warp_m = warp % GROUP_WARPS;
-    const uint32 tiles = (rows + ROWS - 1) / ROWS, rank = blockIdx.x, first_channel = rank * S::K;
-    PipelineState pipe;
+// What a block has to do, and a thread's place in it.
+struct Work {
+    uint32 rows, tiles, rank, first_channel;  // rank: in the cluster; first_channel: first of the block's output channels
+    int lane, warp, warp_m;                   // warp_m: number of the warp in its warpgroup
 
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; ++s) {
-            for (int piece = 0; piece < PIECES; ++piece) mbarrier_init(shared.full[s][piece], 1);
-            mbarrier_init(shared.prepared[s], GROUP_WARPS + (REDUCE ? WEIGHT_WARPS : 0));
-            mbarrier_init(shared.empty[s], (GROUPS - 1) * GROUP_WARPS);
-        }
-        for (int i = 0; i < GROUP_WARPS; ++i)
-            for (int slot = 0; slot < X_SLOTS; ++slot) mbarrier_init(shared.x_full[i][slot], 1);
-        mbarrier_init(shared.arrived, 1);
-        mbarrier_init(shared.read, GROUP_WARPS);
-        fence_barrier_init();
+    __device__ Work(uint32 rows, int channels)
+        : rows(rows), tiles((rows + ROWS - 1) / ROWS), rank(blockIdx.x), first_channel(rank * channels), lane(lane_index()),
+          warp(warp_index()), warp_m(warp % GROUP_WARPS) {}
+};
+
+// A BatchNorm: what its forward pass saved, its parameters and their gradients. The later one's gradients are read, the
+// earlier one's are written. Without ReLU, beta is null.
+template <class Gradient> struct NormOf {
+    const float *saved, *gamma, *beta;
+    Gradient *dgamma, *dbeta;
+};
+using LaterNorm = NormOf<const float>;
+using EarlierNorm = NormOf<float>;
+
+// The later BatchNorm's stochastic depth (`drop_factor`).
+struct Drop { const float *factors; uint32 first_factor, pixels; };
+
+template <class S, bool REDUCE> __device__ inline void init_barriers(Shared<S> &shared) {
+    for (int s = 0; s < S::STAGES; ++s) {
+        for (int piece = 0; piece < PIECES; ++piece) mbarrier_init(shared.full[s][piece], 1);
+        mbarrier_init(shared.prepared[s], GROUP_WARPS + (REDUCE ? WEIGHT_WARPS : 0));
+        mbarrier_init(shared.empty[s], (GROUPS - 1) * GROUP_WARPS);
     }
-    cluster_sync();
+    for (int i = 0; i < GROUP_WARPS; ++i)
+        for (int slot = 0; slot < X_SLOTS; ++slot) mbarrier_init(shared.x_full[i][slot], 1);
+    mbarrier_init(shared.arrived, 1);
+    mbarrier_init(shared.read, GROUP_WARPS);
+    fence_barrier_init();
+}
 
-    if (group == 1) {
-        setmaxnreg_dec<S::REGS_NORM>();
-        const int chunk = warp_m % S::CHUNKS, part = warp_m / S::CHUNKS, own_row = lane / 8, vector = lane % 8;
-        const int channel = first_channel + chunk * CHUNK + vector * VEC;
-        // Starts the load of the warp's n-th piece of x.
-        const auto load_x = [&](int n) {
-            const uint32 tile = blockIdx.y + n / S::CHUNKS * gridDim.y;
-            if (tile >= tiles) return;
-            uint64 &full = shared.x_full[warp_m][n % X_SLOTS];
-            arrive_expect_tx(full, PIECE_BYTES);
-            tma_load(shared.x[warp_m][n % X_SLOTS], x, first_channel + chunk * CHUNK,
-                     tile * ROWS + (n % S::CHUNKS * S::PARTS + part) * PIECE_ROWS, 0, full);
-        };
-        const Backward of(saved, gamma, RELU ? beta : nullptr, channel, K);
-        const InputGradient to(of, dgamma, dbeta, rows, channel);
-        if (elect_one())
-            for (int n = 0; n < X_SLOTS; ++n) load_x(n);
-        // This thread's vectors in each group of 8 rows: two, 4 rows apart.
-        const int own_at[2] = {swizzled(own_row, vector), swizzled(own_row + 4, vector)};
+// --- producer ---
 
-        PipelineState x_pipe;
-        int next = X_SLOTS;
-        for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, pipe.advance(STAGES)) {
-            Stage<S> &stage = shared.stages[pipe.index];
-            for (int piece = 0; piece < PIECES; ++piece) {
-                mbarrier_wait(shared.full[pipe.index][piece], pipe.phase);
-                if (piece % S::PARTS != part) continue;
-                mbarrier_wait(shared.x_full[warp_m][x_pipe.index], x_pipe.phase);
-                uint4 *const dz_piece = stage.dz[chunk] + piece * PIECE_VECTORS;
-                const uint4 *const x_piece = shared.x[warp_m][x_pipe.index];
+// Called by one warp of warpgroup 2 and one of warpgroup 3, which run on different schedulers. Starts the loads of every
+// second piece of a tile, from piece `part` on. TMA fills rows past the end with zeros.
+template <class S>
+__device__ inline void load_pieces(Shared<S> &shared, const TensorMap &dz, const TensorMap &prev, uint32 first_channel,
+                                   int part, uint32 tile, int slot) {
+    if (!elect_one()) return;
+    Stage<S> &stage = shared.stages[slot];
 #pragma unroll
-                for (int first = 0; first < PIECE_ROWS / WARP_ROWS; first += S::IN_FLIGHT) {
-                    uint4 own_dz[S::IN_FLIGHT], own_x[S::IN_FLIGHT];
-                    const auto at = [&](int i) { return own_at[i % 2] + (first + i) / 2 * 8 * CHUNK_VECTORS; };
+    for (int i = 0; i < PIECES / COPIERS; ++i) {
+        const int piece = i * COPIERS + part, row = tile * ROWS + piece * PIECE_ROWS, at = piece * PIECE_VECTORS;
+        uint64 &full = shared.full[slot][piece];
+        arrive_expect_tx(full, (S::CHUNKS + S::COLUMN_CHUNKS) * PIECE_BYTES);
 #pragma unroll
-                    for (int i = 0; i < S::IN_FLIGHT; ++i) {
-                        own_dz[i] = dz_piece[at(i)];
-                        own_x[i] = x_piece[at(i)];
-                    }
+        for (int c = 0; c < S::CHUNKS; ++c) tma_load(stage.dz[c] + at, dz, first_channel + c * CHUNK, row, 0, full);
 #pragma unroll
-                    for (int i = 0; i < S::IN_FLIGHT; ++i) {
-                        float g[VEC], v[VEC];
-                        unpack(packed<T>(own_dz[i]), g);
-                        unpack(packed<T>(own_x[i]), v);
-                        const uint32 row = tile * ROWS + piece * PIECE_ROWS + (first + i) * WARP_ROWS + own_row;
-                        const float factor = DROP ? drop_factor(row < rows ? row : 0, factors, first_factor, pixels) : 1;
-#pragma unroll
-                        for (int k = 0; k < VEC; ++k) {
-                            if (RELU && !(v[k] * of.scale[k] + of.shift[k] > 0)) g[k] = 0;
-                            if (DROP) g[k] *= factor;
-                            v[k] = to.of(k, of.scale[k], g[k], v[k]);
-                        }
-                        dz_piece[at(i)] = row < rows ? words(pack<T>(v)) : uint4{};
-                    }
-                }
-                __syncwarp();
-                if (elect_one()) load_x(next);
-                ++next;
-                x_pipe.advance(X_SLOTS);
-            }
-            fence_view_async_shared();
-            __syncwarp();
-            if (lane == 0) arrive(shared.prepared[pipe.index]);
-        }
-        cluster_sync();
-        return;
+        for (int c = 0; c < S::COLUMN_CHUNKS; ++c)
+            tma_load(stage.input[c] + at, prev, c * CHUNK, row, 0, full);
     }
+}
 
-    // Called by one warp of warpgroup 2 and one of warpgroup 3, which run on different schedulers. TMA fills rows past the
-    // end with zeros.
-    const int part = group - 2;
-    const bool copies = group > 1 && warp_m == part;
-    const auto load_pieces = [&](uint32 tile, int slot) {
-        if (!elect_one()) return;
-        Stage<S> &stage = shared.stages[slot];
-#pragma unroll
-        for (int i = 0; i < PIECES / COPIERS; ++i) {
-            const int piece = i * COPIERS + part, row = tile * ROWS + piece * PIECE_ROWS, at = piece * PIECE_VECTORS;
-            uint64 &full = shared.full[slot][piece];
-            arrive_expect_tx(full, (S::CHUNKS + S::COLUMN_CHUNKS) * PIECE_BYTES);
-#pragma unroll
-            for (int c = 0; c < S::CHUNKS; ++c) tma_load(stage.dz[c] + at, dz, first_channel + c * CHUNK, row, 0, full);
-#pragma unroll
-            for (int c = 0; c < S::COLUMN_CHUNKS; ++c)
-                tma_load(stage.input[c] + at, prev_tiles, c * CHUNK, row, 0, full);
-        }
+// --- warpgroup 1 ---
+
+// Overwrites dz by dx, piece by piece, and loads x for that.
+template <class T, class S, bool RELU, bool DROP>
+__device__ inline void compute_dx(Shared<S> &shared, const TensorMap &x, const LaterNorm &norm, const Drop &drop,
+                                  const Work &work) {
+    const int warp_m = work.warp_m, chunk = warp_m % S::CHUNKS, part = warp_m / S::CHUNKS;
+    const int own_row = work.lane / 8, vector = work.lane % 8, channel = work.first_channel + chunk * CHUNK + vector * VEC;
+    // Starts the load of the warp's n-th piece of x.
+    const auto load_x = [&](int n) {
+        const uint32 tile = blockIdx.y + n / S::CHUNKS * gridDim.y;
+        if (tile >= work.tiles) return;
+        uint64 &full = shared.x_full[warp_m][n % X_SLOTS];
+        arrive_expect_tx(full, PIECE_BYTES);
+        tma_load(shared.x[warp_m][n % X_SLOTS], x, work.first_channel + chunk * CHUNK,
+                 tile * ROWS + (n % S::CHUNKS * S::PARTS + part) * PIECE_ROWS, 0, full);
     };
-    if (REDUCE && threadIdx.x < COLUMNS / VEC) {
-        const int c = threadIdx.x * VEC;
-        const Backward of_prev(prev_saved, prev_gamma, prev_beta, c, COLUMNS);
-        store_floats(shared.prev_mean + c, of_prev.mean);
-        store_floats(shared.prev_scale + c, of_prev.scale);
-        store_floats(shared.prev_shift + c, of_prev.shift);
+    const Backward of(norm.saved, norm.gamma, RELU ? norm.beta : nullptr, channel, S::ALL_K);
+    const InputGradient to(of, norm.dgamma, norm.dbeta, work.rows, channel);
+    if (elect_one())
+        for (int n = 0; n < X_SLOTS; ++n) load_x(n);
+    // This thread's vectors in each group of 8 rows: two, 4 rows apart.
+    const int own_at[2] = {swizzled(own_row, vector), swizzled(own_row + 4, vector)};
+    PipelineState pipe, x_pipe;
+    int next = X_SLOTS;
+    for (uint32 tile = blockIdx.y; tile < work.tiles; tile += gridDim.y, pipe.advance(S::STAGES)) {
+        Stage<S> &stage = shared.stages[pipe.index];
+        for (int piece = 0; piece < PIECES; ++piece) {
+            mbarrier_wait(shared.full[pipe.index][piece], pipe.phase);
+            if (piece % S::PARTS != part) continue;
+            mbarrier_wait(shared.x_full[warp_m][x_pipe.index], x_pipe.phase);
+            uint4 *const dz_piece = stage.dz[chunk] + piece * PIECE_VECTORS;
+            const uint4 *const x_piece = shared.x[warp_m][x_pipe.index];
+#pragma unroll
+            for (int first = 0; first < PIECE_ROWS / WARP_ROWS; first += S::IN_FLIGHT) {
+                uint4 own_dz[S::IN_FLIGHT], own_x[S::IN_FLIGHT];
+                const auto at = [&](int i) { return own_at[i % 2] + (first + i) / 2 * 8 * CHUNK_VECTORS; };
+#pragma unroll
+                for (int i = 0; i < S::IN_FLIGHT; ++i) {
+                    own_dz[i] = dz_piece[at(i)];
+                    own_x[i] = x_piece[at(i)];
+                }
+#pragma unroll
+                for (int i = 0; i < S::IN_FLIGHT; ++i) {
+                    float g[VEC], v[VEC];
+                    unpack(packed<T>(own_dz[i]), g);
+                    unpack(packed<T>(own_x[i]), v);
+                    const uint32 row = tile * ROWS + piece * PIECE_ROWS + (first + i) * WARP_ROWS + own_row;
+                    const uint32 read = row < work.rows ? row : 0;
+                    const float factor = DROP ? drop_factor(read, drop.factors, drop.first_factor, drop.pixels) : 1;
+#pragma unroll
+                    for (int k = 0; k < VEC; ++k) {
+                        if (RELU && !(v[k] * of.scale[k] + of.shift[k] > 0)) g[k] = 0;
+                        if (DROP) g[k] *= factor;
+                        v[k] = to.of(k, of.scale[k], g[k], v[k]);
+                    }
+                    dz_piece[at(i)] = row < work.rows ? words(pack<T>(v)) : uint4{};
+                }
+            }
+            __syncwarp();
+            if (elect_one()) load_x(next);
+            ++next;
+            x_pipe.advance(X_SLOTS);
+        }
+        fence_view_async_shared();
+        __syncwarp();
+        if (work.lane == 0) arrive(shared.prepared[pipe.index]);
     }
-    const Weights<T, S> weights(w + size_t(first_channel) * (COLUMNS / VEC));
-    if (copies)
-        for (uint32 s = 0, tile = blockIdx.y; s < STAGES && tile < tiles; ++s, tile += gridDim.y) load_pieces(tile, s);
+}
 
-    weights.store(shared);
+// --- warpgroups 2 and 3 ---
+
+// Applies the earlier BatchNorm + ReLU to a warp's rows of the input in a stage.
+template <class T, class S>
+__device__ inline void prepare_input(Shared<S> &shared, const PipelineState &pipe, int own, int lane) {
+    const int input_chunk = own % S::COLUMN_CHUNKS, first_row = own / S::COLUMN_CHUNKS * WARP_ROWS;
+    uint4 *const input = shared.stages[pipe.index].input[input_chunk] + swizzled(first_row + lane / 8, lane % 8);
+    const int column = input_chunk * CHUNK + lane % 8 * VEC;
+#pragma unroll
+    for (int row = 0; row < ROWS; row += S::INPUT_ROWS) {
+        mbarrier_wait(shared.full[pipe.index][(row + first_row) / PIECE_ROWS], pipe.phase);
+        uint4 &at = input[row * CHUNK_VECTORS];
+        float scale[VEC], shift[VEC];
+        load_floats(shared.prev_scale + column, scale);
+        load_floats(shared.prev_shift + column, shift);
+        at = norm_relu<T>(at, scale, shift);
+    }
     fence_view_async_shared();
-    asm volatile("barrier.sync 1, %0;" :: "n"(THREADS - GROUP) : "memory");
+    __syncwarp();
+    if (lane == 0) arrive(shared.prepared[pipe.index]);
+}
 
-    if (group > 1) {
-        setmaxnreg_inc<S::REGS_WGRAD>();
-        const int own = warp - 2 * GROUP_WARPS, input_chunk = own % S::COLUMN_CHUNKS;
-        const int first_row = own / S::COLUMN_CHUNKS * WARP_ROWS;  // first row of the input that this warp normalises
-        const auto prepare_input = [&](uint32 tile, const PipelineState &pipe) {
-            if (!REDUCE || tile >= tiles) return;
-            uint4 *const input = shared.stages[pipe.index].input[input_chunk] + swizzled(first_row + lane / 8, lane % 8);
-            const int column = input_chunk * CHUNK + lane % 8 * VEC;
+// dw = dx^T * input, left in `dw_parts`. Prepares the input of the next tile, and with `copies` also loads tiles.
+template <class T, class S, bool REDUCE>
+__device__ inline void compute_wgrad(Shared<S> &shared, const TensorMap &dz, const TensorMap &prev, float *dw_parts, int part,
+                                     bool copies, const Work &work) {
+    const int lane = work.lane, warp_m = work.warp_m, own = work.warp - 2 * GROUP_WARPS;
+    const auto prepare = [&](uint32 tile, const PipelineState &pipe) {
+        if (REDUCE && tile < work.tiles) prepare_input<T>(shared, pipe, own, lane);
+    };
+    PipelineState pipe, next_pipe;
+    prepare(blockIdx.y, next_pipe);
+    float dw[S::CHUNKS_PER_GROUP][S::COLUMNS / 8][4] = {};
+    for (uint32 tile = blockIdx.y; tile < work.tiles; tile += gridDim.y, pipe.advance(S::STAGES)) {
+        const Stage<S> &stage = shared.stages[pipe.index];
+        mbarrier_wait(shared.prepared[pipe.index], pipe.phase);
+        wgmma_fence();
 #pragma unroll
-            for (int row = 0; row < ROWS; row += S::INPUT_ROWS) {
-                mbarrier_wait(shared.full[pipe.index][(row + first_row) / PIECE_ROWS], pipe.phase);
-                uint4 &at = input[row * CHUNK_VECTORS];
-                float v[VEC], scale[VEC], shift[VEC];
-                unpack(packed<T>(at), v);
-                load_floats(shared.prev_scale + column, scale);
-                load_floats(shared.prev_shift + column, shift);
+        for (int s = 0; s < ROWS / 16; ++s)
 #pragma unroll
-                for (int k = 0; k < VEC; ++k) v[k] = relu(v[k] * scale[k] + shift[k]);
-                at = words(pack<T>(v));
-            }
-            fence_view_async_shared();
-            __syncwarp();
-            if (lane == 0) arrive(shared.prepared[pipe.index]);
-        };
-        PipelineState next_pipe;
-        prepare_input(blockIdx.y, next_pipe);
-        float dw[S::CHUNKS_PER_GROUP][COLUMNS / 8][4] = {};
-        for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, pipe.advance(STAGES)) {
-            const Stage<S> &stage = shared.stages[pipe.index];
-            mbarrier_wait(shared.prepared[pipe.index], pipe.phase);
-            wgmma_fence();
-#pragma unroll
-            for (int s = 0; s < ROWS / 16; ++s)
-#pragma unroll
-                for (int m = 0; m < S::CHUNKS_PER_GROUP; ++m)
-                    wgmma_mn_mn(dw[m], smem_desc(stage.dz[(part + m * 2) % S::CHUNKS] + s * 16 * CHUNK_VECTORS),
-                                smem_desc_mn(stage.input[0] + s * 16 * CHUNK_VECTORS), T{});
-            wgmma_commit();
-            wgmma_wait();
-            if (lane == 0) arrive(shared.empty[pipe.index]);
-            if (copies && tile + STAGES * gridDim.y < tiles) {
-                mbarrier_wait(shared.empty[pipe.index], pipe.phase);
-                load_pieces(tile + STAGES * gridDim.y, pipe.index);
-            }
-            __syncwarp();
-            next_pipe.advance(STAGES);
-            prepare_input(tile + gridDim.y, next_pipe);
+            for (int m = 0; m < S::CHUNKS_PER_GROUP; ++m)
+                wgmma_mn_mn(dw[m], smem_desc(stage.dz[(part + m * 2) % S::CHUNKS] + s * 16 * CHUNK_VECTORS),
+                            smem_desc_mn(stage.input[0] + s * 16 * CHUNK_VECTORS), T{});
+        wgmma_commit();
+        wgmma_wait();
+        if (lane == 0) arrive(shared.empty[pipe.index]);
+        if (copies && tile + S::STAGES * gridDim.y < work.tiles) {
+            mbarrier_wait(shared.empty[pipe.index], pipe.phase);
+            load_pieces(shared, dz, prev, work.first_channel, part, tile + S::STAGES * gridDim.y, pipe.index);
         }
-#pragma unroll
-        for (int m = 0; m < S::CHUNKS_PER_GROUP; ++m) {
-            const int k = (part + m * 2) * CHUNK + warp_m * 16 + lane / 4;
-            float *const to = dw_parts + (size_t(blockIdx.y) * K + first_channel + k) * COLUMNS + lane % 4 * 2;
-            if (k >= S::K) continue;
-#pragma unroll
-            for (int n = 0; n < COLUMNS / 8; ++n)
-#pragma unroll
-                for (int r = 0; r < 2; ++r)
-                    *reinterpret_cast<float2 *>(to + r * 8 * COLUMNS + n * 8) = float2{dw[m][n][r * 2], dw[m][n][r * 2 + 1]};
-        }
-        cluster_sync();
-        return;
+        __syncwarp();
+        next_pipe.advance(S::STAGES);
+        prepare(tile + gridDim.y, next_pipe);
     }
+#pragma unroll
+    for (int m = 0; m < S::CHUNKS_PER_GROUP; ++m) {
+        const int k = (part + m * 2) * CHUNK + warp_m * 16 + lane / 4;
+        float *const to = dw_parts + (size_t(blockIdx.y) * S::ALL_K + work.first_channel + k) * S::COLUMNS + lane % 4 * 2;
+        if (k >= S::K) continue;
+#pragma unroll
+        for (int n = 0; n < S::COLUMNS / 8; ++n)
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                *reinterpret_cast<float2 *>(to + r * 8 * S::COLUMNS + n * 8) = float2{dw[m][n][r * 2], dw[m][n][r * 2 + 1]};
+    }
+}
 
-    setmaxnreg_dec<S::REGS_DGRAD>();
+// --- warpgroup 0 ---
+
+// out = dx * w, with REDUCE masked by the earlier ReLU, and the sums of that BatchNorm's backward pass.
+template <class T, class S, bool REDUCE>
+__device__ inline void compute_dgrad(Shared<S> &shared, const Packed<T> *prev, Packed<T> *out, const EarlierNorm &norm,
+                                     float *partials, uint32 *tickets, const Work &work) {
     constexpr int QUARTERS = OWN_COLUMNS / 32;  // groups of 32 columns; a thread has 8 columns of each, in two rows
     constexpr int STEPS = S::K / 16, PRODUCTS = OWN_COLUMNS / 8;  // k-steps of a GEMM, and its 8-column accumulator tiles
-    const int thread = threadIdx.x, column = rank * OWN_COLUMNS + lane % 4 * VEC;
+    const int lane = work.lane, warp_m = work.warp_m, thread = threadIdx.x, column = work.rank * OWN_COLUMNS + lane % 4 * VEC;
     constexpr bool EXCHANGES = S::BLOCKS == 2;
-    const uint32 other = EXCHANGES ? rank ^ 1 : 0, there = cluster_address(&shared.received[0][thread], other);
+    const uint32 other = EXCHANGES ? work.rank ^ 1 : 0, there = cluster_address(&shared.received[0][thread], other);
     const uint32 arrived_there = cluster_address(&shared.arrived, other), read_there = cluster_address(&shared.read, other);
-    const uint64 own_weights = smem_desc(shared.weights[0][0]), others_weights = smem_desc(shared.weights[0][S::COLUMN_CHUNKS - 1]);
+    const uint64 own_weights = smem_desc(shared.weights[0][0]);
+    const uint64 others_weights = smem_desc(shared.weights[0][S::COLUMN_CHUNKS - 1]);
     // One GEMM. Descriptors are computed by addition: with a call of `smem_desc` for each, the compiler keeps 16 of them and
     // runs out of registers.
     const auto multiply = [](float (&products)[PRODUCTS][4], uint64 tile, uint64 weights) {
@@ -323,9 +318,10 @@ norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ Tens
                        weights + (s / 4 * S::COLUMN_CHUNKS * TILE_VECTORS + s % 4 * 16 * CHUNK_VECTORS), T{});
         wgmma_commit();
     };
+    PipelineState pipe;
     float sums[2][QUARTERS] = {};  // this thread's sums of one column per quarter
     uint32 parity = 0;
-    for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, pipe.advance(STAGES), parity ^= 1) {
+    for (uint32 tile = blockIdx.y; tile < work.tiles; tile += gridDim.y, pipe.advance(S::STAGES), parity ^= 1) {
         const Stage<S> &stage = shared.stages[pipe.index];
         float own[PRODUCTS][4] = {}, others[PRODUCTS][4] = {};
         const uint64 of_dz = smem_desc(stage.dz[0]);
@@ -344,7 +340,7 @@ norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ Tens
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     const uint32 row = first_row + r * 8;
-                    read[q][r] = prev[(row < rows ? row * (COLUMNS / VEC) : 0) + (column + q * 32) / VEC];
+                    read[q][r] = prev[(row < work.rows ? row * (S::COLUMNS / VEC) : 0) + (column + q * 32) / VEC];
                 }
         if (EXCHANGES) {  // sends the other block's half while the own half is multiplied
             wgmma_wait<1>();
@@ -397,7 +393,7 @@ norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ Tens
                         of_rows[1][k] = r == 0 ? term : of_rows[1][k] + term;
                     }
                 }
-                if (row < rows) out[row * (COLUMNS / VEC) + c / VEC] = pack<T>(g);
+                if (row < work.rows) out[row * (S::COLUMNS / VEC) + c / VEC] = pack<T>(g);
             }
             if (REDUCE)
 #pragma unroll
@@ -411,12 +407,72 @@ norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ Tens
         for (int j = 0; j < 2; ++j)
 #pragma unroll
             for (int q = 0; q < QUARTERS; ++q) of_warp[j * OWN_COLUMNS + q * 32 + lane % 4 * VEC + own_column(lane)] = sums[j][q];
-        reduce_parts<GROUP, GROUP_WARPS, 2, OWN_COLUMNS>(reinterpret_cast<float *>(shared.received), partials, tickets, COLUMNS,
-                                                         [=](int n, const float (&of)[2]) {
-            prev_dgamma[n] = of[1] * prev_saved[COLUMNS + n];
-            prev_dbeta[n] = of[0];
-        }, sync_group);
+        reduce_parts<GROUP, GROUP_WARPS, 2, OWN_COLUMNS>(
+            reinterpret_cast<float *>(shared.received), partials, tickets, S::COLUMNS,
+            ParameterGradients{norm.saved, norm.dgamma, norm.dbeta, S::COLUMNS}, sync_group);
     }
+}
+
+// dx = scale * dz + b * x + c per channel of the later BatchNorm. With RELU, dz is masked where x * scale + shift <= 0. With
+// DROP, dz is multiplied by the image's stochastic-depth factor.
+// With REDUCE, the convolution's input is relu(BatchNorm(prev)). `out` is then the gradient of that BatchNorm's output,
+// masked by the ReLU, and the kernel also computes the sums of batch_norm_backward_reduce. Without REDUCE, `prev` is the
+// convolution's input, and `out` is its gradient.
+// The gradient of the weights (K, C), in OHWI, is left in gridDim.y parts for `sum_parts`.
+// The tensor maps have tiles of 16 rows and 64 columns. gridDim.x is the cluster; gridDim.y clusters share the rows.
+// Shapes: dz, x (rows, K); saved (2, K), gamma, beta, dgamma, dbeta (K) fp32; w (K, C) with C = COLUMNS; prev, out (rows, C);
+// prev_saved (2, C), prev_gamma, prev_beta, prev_dgamma, prev_dbeta (C), dw_parts (gridDim.y, K, C), partials (gridDim.y, 2,
+// C), factors fp32; tickets (gridDim.x).
+template <class T, int K, int COLUMNS, bool RELU, bool REDUCE, bool DROP>
+__global__ void __cluster_dims__(COLUMNS / OWN_COLUMNS, 1, 1) __launch_bounds__(THREADS, 1)
+norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorMap x,
+              const __grid_constant__ TensorMap prev_tiles, const float *saved, const float *gamma,
+              const float *beta, const float *dgamma, const float *dbeta, const Packed<T> *w,
+              const Packed<T> *prev, Packed<T> *out, const float *prev_saved, const float *prev_gamma,
+              const float *prev_beta, float *prev_dgamma, float *prev_dbeta, float *dw_parts, float *partials,
+              uint32 *tickets, uint32 rows, const float *factors, uint32 first_factor, uint32 pixels) {
+    using S = Shape<K, COLUMNS>;
+    extern __shared__ __align__(1024) uint4 memory[];
+    Shared<S> &shared = *reinterpret_cast<Shared<S> *>(memory);
+    const Work work(rows, S::K);
+    const int group = work.warp / GROUP_WARPS;
+
+    if (threadIdx.x == 0) init_barriers<S, REDUCE>(shared);
+    cluster_sync();
+
+    if (group == 1) {
+        setmaxnreg_dec<S::REGS_NORM>();
+        compute_dx<T, S, RELU, DROP>(shared, x, {saved, gamma, beta, dgamma, dbeta}, {factors, first_factor, pixels}, work);
+        cluster_sync();
+        return;
+    }
+
+    const EarlierNorm earlier{prev_saved, prev_gamma, prev_beta, prev_dgamma, prev_dbeta};
+    const int part = group - 2;
+    const bool copies = group > 1 && work.warp_m == part;
+    if (REDUCE && threadIdx.x < COLUMNS / VEC) {
+        const int c = threadIdx.x * VEC;
+        const Backward of_prev(earlier.saved, earlier.gamma, earlier.beta, c, COLUMNS);
+        store_floats(shared.prev_mean + c, of_prev.mean);
+        store_floats(shared.prev_scale + c, of_prev.scale);
+        store_floats(shared.prev_shift + c, of_prev.shift);
+    }
+    const Weights<T, S> weights(w + size_t(work.first_channel) * (COLUMNS / VEC));
+    if (copies)
+        for (uint32 s = 0, tile = blockIdx.y; s < S::STAGES && tile < work.tiles; ++s, tile += gridDim.y)
+            load_pieces(shared, dz, prev_tiles, work.first_channel, part, tile, s);
+    weights.store(shared);
+    fence_view_async_shared();
+    asm volatile("barrier.sync 1, %0;" :: "n"(THREADS - GROUP) : "memory");
+
+    if (group > 1) {
+        setmaxnreg_inc<S::REGS_WGRAD>();
+        compute_wgrad<T, S, REDUCE>(shared, dz, prev_tiles, dw_parts, part, copies, work);
+        cluster_sync();
+        return;
+    }
+    setmaxnreg_dec<S::REGS_DGRAD>();
+    compute_dgrad<T, S, REDUCE>(shared, prev, out, earlier, partials, tickets, work);
     cluster_sync();  // until here the other block may still signal `read`
 }
 

@@ -171,10 +171,5 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
     float *const of_warps = reinterpret_cast<float *>(all_tiles);
     sums.store(of_warps, warp, lane);
     reduce_parts<MMA_WARPS * WARP, MMA_WARPS, SUMS, COLUMNS, 22>(
-        of_warps, partials, tickets, columns,
-        [=](int n, const float (&of)[SUMS]) {
-            prev_dgamma[n] = of[1] * prev_saved[columns + n];
-            prev_dbeta[n] = of[0];
-        },
-        sync_mma_warps);
+        of_warps, partials, tickets, columns, ParameterGradients{prev_saved, prev_dgamma, prev_dbeta, columns}, sync_mma_warps);
 }

@@ -101,6 +101,16 @@ __device__ inline float relu(float v) {
     return v;
 }
 
+// relu(x * scale + shift) of a vector: BatchNorm + ReLU of its 8 channels.
+template <class T>
+__device__ inline uint4 norm_relu(const uint4 &x, const float (&scale)[VEC], const float (&shift)[VEC]) {
+    float v[VEC];
+    unpack(packed<T>(x), v);
+#pragma unroll
+    for (int k = 0; k < VEC; ++k) v[k] = relu(v[k] * scale[k] + shift[k]);
+    return words(pack<T>(v));
+}
+
 // Loads or stores four 8x8 matrices, or two, transposed. Each lane gives the address of one row; with two matrices only the
 // first 16 lanes do.
 __device__ inline void ldmatrix_trans(uint32 (&m)[4], const uint4 *at) {
