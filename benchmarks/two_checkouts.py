@@ -28,7 +28,7 @@ from typing import Annotated, Any, Literal
 from record import RESULTS, ROOT, run
 
 from common.command_line import Positive, read_options
-from common.environment import git_commit, hardware, versions
+from common.environment import hardware, versions
 from common.errors import ProgramError, UserError
 from common.nvidia_gpus import find_gpus
 
@@ -63,13 +63,14 @@ import json, sys, time
 begin = time.time()
 sys.path.insert(0, "benchmarks")
 import step_gpu
+from common.environment import git_commit
 
 model, batch, dtype, inference = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4] == "inference"
 executor, batches = (step_gpu.make_int8(model, batch, 224) if dtype == "int8" else
                      step_gpu.make_step(model, batch, 224, dtype, deterministic=sys.argv[5] == "deterministic"))
 executor.forward(batches[0][0]) if inference else executor.forward_backward(*batches[0])
 executor.synchronize()
-print(json.dumps(time.time() - begin), flush=True)
+print(json.dumps([time.time() - begin, git_commit()]), flush=True)
 monitor = step_gpu.GpuMonitor(executor.gpu_bus_id)
 monitor.start()
 for line in sys.stdin:
@@ -92,7 +93,7 @@ class Checkout:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder,
                                          env=environment)
         self._folder = folder
-        self.start_seconds: float = self._answer()
+        self.start_seconds, self.commit = self._answer()
 
     def measure(self, steps: int) -> dict[str, Any]:
         assert self._process.stdin
@@ -130,7 +131,8 @@ def compare(arguments: Options, caches: Path) -> dict[str, dict[str, Any]]:
     before = memory_in_use()
     for name, folder in folders.items():
         checkouts[name] = Checkout(folder, arguments, cache_of[name])
-        rows[name] = {"memory_mib": memory_in_use() - before, "start_s": [checkouts[name].start_seconds], "step_ms": []}
+        rows[name] = {"commit": checkouts[name].commit, "memory_mib": memory_in_use() - before,
+                      "start_s": [checkouts[name].start_seconds], "step_ms": []}
         before = memory_in_use()
     for turn, name in itertools.product(range(arguments.turns), folders):
         found = checkouts[name].measure(arguments.steps)
@@ -161,8 +163,7 @@ def main() -> None:
           f"{ {name: (row['start_s'], row['memory_mib']) for name, row in rows.items()} }")
     row = {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "model": arguments.model,
            "batch": arguments.batch, "dtype": arguments.dtype, "inference": arguments.inference,
-           "deterministic": arguments.deterministic, "commit": git_commit(), "hardware": hardware(),
-           "versions": versions(), **rows}
+           "deterministic": arguments.deterministic, "hardware": hardware(), "versions": versions(), **rows}
     with (RESULTS / "two_checkouts_1gpu.jsonl").open("a") as file:
         print(json.dumps(row), file=file)
 
