@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from graph_passes.candidates import Candidate, Candidates
-from graph_passes.choice import LAST_RESORT, Choice, choices_of, deterministic, undecided
+from graph_passes.choice import LAST_RESORT, Choice, choices_of, chosen_of, deterministic, undecided
 from graph_passes.errors import GraphError, TransientError
 from graph_passes.executors.cuda.builder import ONE_FORM, Builder, padded_shape
 from graph_passes.executors.cuda.capacity import check_sizes
@@ -73,9 +73,14 @@ class Prices:
 
     def _ranks(self, table: Candidates, lowering: _Lowering, open_ones: Sequence[Candidate],
                sure: Sequence[Candidate]) -> dict[Candidate, float]:
+        """Only what would be taken is lowered, until this GPU can run all of it. So no kernel is compiled in vain."""
         ranks = dict(zip(table, deterministic(table), strict=True))
-        return {each: ranks[each] if ranks[each] < math.inf and lowering.is_possible(each) else math.inf
-                for each in open_ones}
+        found = dict.fromkeys(sure, 0.0) | {each: ranks[each] for each in open_ones}
+        unknown = {each for each in open_ones if ranks[each] < math.inf}
+        while tried := unknown.intersection(chosen_of(table, [found.get(each, math.inf) for each in table])):
+            unknown -= tried
+            found |= {each: math.inf for each in tried if not lowering.is_possible(each)}
+        return found
 
 
 def _is_last_resort(each: Candidate) -> bool:
