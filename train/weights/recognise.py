@@ -73,22 +73,41 @@ def recognise(path: Path, arrays: Mapping[str, np.ndarray], record: Record, want
         TrainError: the arrays belong to no network of this program, to another one than `wanted`, or to one that would
             compute something else; or they have values that are not finite.
     """
-    candidates = []
-    for candidate in _candidates(first, beside, arrays):
-        if first in candidate.model_names and candidate.match(named := candidate.structural(arrays)) == 1:
-            return candidate.take(path, named, record, wanted)
-        candidates.append(candidate)
-    shared = [candidate.shared_names(arrays) for candidate in candidates]
-    alike = [candidate for candidate, share in zip(candidates, shared, strict=True) if share == max(shared)]
-    matches = [candidate.match(candidate.structural(arrays)) for candidate in alike]
-    if max(matches) == 1:
-        fitting = [candidate for candidate, match in zip(alike, matches, strict=True) if match == 1]
-        found = _chosen(path, fitting, wanted or record.architecture)
-        return found.take(path, found.structural(arrays), record, wanted)
-    nearest = alike[matches.index(max(matches))]
+    closest: list[tuple[_Candidate, Mapping[str, np.ndarray]]] = []
+    for module, inner in _modules(arrays):
+        alike = _closest(_candidates(first, beside, inner), inner, first)
+        if fitting := [candidate for candidate in alike if candidate.fit(inner) == 1]:
+            found = _chosen(path, fitting, wanted or record.architecture)
+            taken = found.take(path, found.structural(inner), record, wanted)
+            notes = [f"{module}: left out of the names, as all arrays belong to this module"] if module else []
+            return replace(taken, notes=[*notes, *taken.notes])
+        closest += [(candidate, inner) for candidate in alike]
+    nearest, named = max(closest, key=lambda each: each[0].fit(each[1]))
     raise TrainError(f"{path} belongs to no network of this program; the nearest is {nearest.model}, "
-                     f"{nearest.difference(nearest.structural(arrays))}: give weights of one of its networks, which "
+                     f"{nearest.difference(nearest.structural(named))}: give weights of one of its networks, which "
                      f"--model '?' lists{_or_its_own(path)}")
+
+
+def _modules(arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[str, Mapping[str, np.ndarray]]]:
+    """The arrays as they are, and by their names inside each module that all of them belong to. For example, a program
+    for Lightning has its network in an attribute `model`, so that all names begin with model. in its files."""
+    module = ""
+    yield module, arrays
+    while all("." in name for name in arrays) and len(firsts := {name.partition(".")[0] for name in arrays}) == 1:
+        module += f"{firsts.pop()}."
+        arrays = {name.partition(".")[2]: array for name, array in arrays.items()}
+        yield module, arrays
+
+
+def _closest(candidates: Iterator[_Candidate], arrays: Mapping[str, np.ndarray], first: str) -> list[_Candidate]:
+    """The network `first` alone if the arrays fit it, else the candidates that share the most names with them."""
+    made = []
+    for candidate in candidates:
+        if first in candidate.model_names and candidate.fit(arrays) == 1:
+            return [candidate]
+        made.append(candidate)
+    shared = [candidate.shared_names(arrays) for candidate in made]
+    return [candidate for candidate, share in zip(made, shared, strict=True) if share == max(shared)]
 
 
 def _or_its_own(path: Path) -> str:
@@ -243,8 +262,9 @@ class _Candidate:
         there, here = self.structural(arrays).keys(), self.wanted.keys()
         return len(there & here) / len(there | here)
 
-    def match(self, arrays: Mapping[str, np.ndarray]) -> float:
+    def fit(self, arrays: Mapping[str, np.ndarray]) -> float:
         """The share of all arrays, in file and candidate, that fit; 1 only if all do."""
+        arrays = self.structural(arrays)
         there = {name for name in arrays if not (self._is_spare(name) and self._fits(name, arrays))}
         here = self.wanted.keys() - (set() if there & set(self.classifier) else set(self.classifier))
         return sum(self._fits(name, arrays) for name in there & here) / len(there | here)

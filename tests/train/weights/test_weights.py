@@ -276,6 +276,19 @@ def test_names_behind_wrappers(form, state, tmp_path):
     assert "has fc.weight twice, with and without module. or _orig_mod. before it: save the" in refused(place)
 
 
+@pytest.mark.parametrize("module", ["model.", "net.module.", "model._orig_mod."])
+def test_names_inside_a_module(module, state, tmp_path):
+    """A program for Lightning has its network in an attribute."""
+    renamed = {f"{module}{name}": array for name, array in state.items()}
+    found = weights.read(written(tmp_path / "w.pth", renamed))
+    assert found.num_classes == 5
+    assert f"{module}: left out of the names, as all arrays belong to this module" in found.notes
+    del renamed[f"{module}conv1.weight"]
+    assert "the nearest is resnet18, which also has conv1.weight: give" in refused(written(tmp_path / "w.pth", renamed))
+    renamed[f"{module}conv1.weight"], renamed["loss.weight"] = state["conv1.weight"], np.ones(5, np.float32)
+    assert "belongs to no network of this program" in refused(written(tmp_path / "w.pth", renamed))
+
+
 def test_biases_before_a_batch_norm(state, tmp_path, rng):
     """A convolution with a bias, whose mean the BatchNorm has learned, equals the convolution without both."""
     biases = {"conv1": rng.standard_normal(WIDTH, np.float32),
