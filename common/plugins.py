@@ -62,12 +62,17 @@ class _Loaded(NamedTuple):
     is_named: bool  # whether the user named it; otherwise a run's record did
 
 
+class _DataFormat(NamedTuple):
+    register: Callable[[str, bytes], None]
+    read: Callable[[Path], bytes]
+
+
 _registered: dict[tuple[str, str], Registered] = {}
 _reserved: dict[str, set[str]] = {}  # kind -> names that no plug-in may take
 _loaded: dict[str, _Loaded] = {}  # by the name of the file, or of the entry point
 _told: set[tuple[str, str]] = set()  # records whose difference has been reported
 _loading: list[str] = []  # records of the plug-ins that are being executed
-_data_formats: dict[str, Callable[[str, bytes], None]] = {}  # end of a file's name -> function of `add_data_format`
+_data_formats: dict[str, _DataFormat] = {}  # by the end of a file's name
 
 
 # --- what is registered ---
@@ -101,10 +106,12 @@ def fault(sentence: str) -> UserError:
     return UserError(f"{file}:{line}: {sentence}")
 
 
-def add_data_format(ending: str, register_content: Callable[[str, bytes], None]) -> None:
+def add_data_format(ending: str, register_content: Callable[[str, bytes], None],
+                    read: Callable[[Path], bytes] = Path.read_bytes) -> None:
     """Plug-ins whose files end so are data: `register_content`, called with the path and the content of such a file,
-    registers what it has. Nothing of the file is executed."""
-    _data_formats[ending] = register_content
+    registers what it has. Nothing of the file is executed. `read` gives the content, with all that it needs of other
+    files; it may raise OSError and UserError."""
+    _data_formats[ending] = _DataFormat(register_content, read)
 
 
 def reserve(kind: str, names: Iterable[str]) -> None:
@@ -293,12 +300,12 @@ def _found(word: str) -> tuple[str, bytes, Callable[[], None]]:
     """A plug-in by its file or entry point: its record, its content, and the function that executes it."""
     path = Path(word)
     if path.is_file():
+        execute, read = _data_formats.get(path.suffix.lower(), _DataFormat(_execute, Path.read_bytes))
         try:
-            content = path.read_bytes()
+            content = read(path)
         except OSError as error:
             raise UserError(f"the plug-in {word} cannot be read ({error.strerror}): check its permissions") from None
         file = os.path.abspath(word)
-        execute = _data_formats.get(path.suffix.lower(), _execute)
         return _record(file, content), content, lambda: execute(file, content)
     entries = _installed()
     if word in entries:
@@ -320,7 +327,12 @@ def _recorded(record: str, place: str, run_folder: str) -> tuple[str, bytes, Cal
     copy = str(_copy(record, run_folder)) if run_folder else ""
     is_there = os.path.isfile(file) if os.path.isabs(file) else file in _installed()
     for candidate in [file] * is_there + [copy] * os.path.isfile(copy):
-        found, content, execute = _found(candidate)
+        try:
+            found, content, execute = _found(candidate)
+        except UserError:  # such as a network file whose weights, in another file, are gone
+            if candidate != copy and os.path.isfile(copy):
+                continue
+            raise
         if _parts(found)[1] == _parts(record)[1]:
             if not _is_data(found) and not _is_known(found):
                 raise UserError(f"{place} needs the plug-in {candidate}, which has not been used on this account yet: "

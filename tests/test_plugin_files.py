@@ -255,3 +255,33 @@ def test_help_waits_for_nothing(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True,
                           env={"PYTHONPATH": str(Path(__file__).parents[1])})
     assert done.stderr == "set()\n" and "--plugin FILE" in done.stdout
+
+
+def test_the_run_s_copy_serves_where_a_part_of_a_network_file_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                      capsys: pytest.CaptureFixture[str]) -> None:
+    """For example an ONNX file, whose weights lie in another one."""
+    network, part, run = tmp_path / "net.two", tmp_path / "net.two.data", tmp_path / "run"
+    network.write_bytes(b"net ")
+    part.write_bytes(b"weights")
+
+    def read(path: Path) -> bytes:
+        if path != network:  # a copy, which is whole
+            return path.read_bytes()
+        if not part.exists():
+            raise UserError(f"{path} has its weights in {part.name}, which is not beside it")
+        return path.read_bytes() + part.read_bytes()
+
+    monkeypatch.setattr(plugins, "_data_formats", dict(plugins._data_formats))
+    plugins.add_data_format(
+        ".two", lambda file, content: plugins.register("model", "two", content, data_file=file), read)
+    with plugins.forgotten():
+        (record,) = plugins.load([str(network)])
+        assert plugins.get("model", "two").made == b"net weights"
+        plugins.keep([record], run, files.write)
+    part.unlink()
+    with plugins.forgotten():
+        plugins.restore([record], "the run", str(run))
+        assert plugins.get("model", "two").made == b"net weights"
+    assert "net.two is missing or has changed" in capsys.readouterr().err
+    with plugins.forgotten(), pytest.raises(UserError, match="weights in net.two.data, which is not beside it"):
+        plugins.restore([record], "the run", str(tmp_path / "another"))

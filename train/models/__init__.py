@@ -19,6 +19,7 @@ from common.command_line import nearest
 from train.errors import TrainError
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from types import ModuleType
 
     from train.models.libraries import Published
@@ -74,8 +75,13 @@ def _register_file(file: str, content: bytes) -> None:
     importlib.import_module("train.models.network_file").register(file, content)  # imports MXNet
 
 
-for _ending in NETWORK_FILES:
-    plugins.add_data_format(_ending, _register_file)
+def _read_onnx(file: Path) -> bytes:
+    content: bytes = importlib.import_module("train.models.onnx_reader").content_of(file)
+    return content
+
+
+plugins.add_data_format(".json", _register_file)
+plugins.add_data_format(".onnx", _register_file, _read_onnx)
 
 
 def of_option(word: str, given: Sequence[str] = ()) -> tuple[str, tuple[str, ...]]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,18 +37,71 @@ class Read(NamedTuple):
     size: int
 
 
-def read(file: str, content: bytes) -> Read:
-    """The network of an ONNX file. Raises TrainError: damaged, weights in other files, operators or attributes that
-    this program does not have, with their nodes."""
+def content_of(path: Path) -> bytes:
+    """The bytes of an ONNX model in one piece: PyTorch writes the weights into a file beside the model. Raises OSError,
+    and TrainError if such a file is missing or too short."""
+    content = path.read_bytes()
+    if b"location" not in content:  # the key of another file's name
+        return content
+    model = parsed(str(path), content)
+    of_nodes = (attribute.t for node in model.graph.node for attribute in node.attribute)
+    elsewhere = [tensor for tensor in (*model.graph.initializer, *of_nodes) if tensor.external_data]
+    with _damage_of(str(path)):
+        for tensor in elsewhere:
+            _take_in(path, tensor)
+        return bytes(model.SerializeToString()) if elsewhere else content
+
+
+def _take_in(path: Path, tensor: Any) -> None:
+    """Read a tensor's bytes from its file into the tensor."""
+    about = {entry.key: entry.value for entry in tensor.external_data}
+    name, offset = about.get("location", ""), int(about.get("offset", 0))
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise TrainError(f"{path} has weights in {name}, outside its folder: write the model again, with its weights "
+                         "beside it or inside")
+    num_bytes = math.prod(tensor.dims) * _item_bytes(tensor)
+    try:
+        with (path.parent / name).open("rb") as file:
+            file.seek(offset)
+            tensor.raw_data = file.read(num_bytes)
+    except (FileNotFoundError, IsADirectoryError):
+        raise TrainError(f"{path} has its weights in {name}, which is not beside it: copy that file there too"
+                         ) from None
+    if len(tensor.raw_data) < num_bytes:
+        raise TrainError(f"{path.parent / name} is too short for the weights {tensor.name} of {path.name}: copy or "
+                         "write both files again")
+    tensor.data_location = tensor.DEFAULT
+    del tensor.external_data[:]
+
+
+def _item_bytes(tensor: Any) -> int:
+    from onnx import helper
+
+    return int(helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
+
+
+def parsed(file: str, content: bytes) -> Any:
+    """The `onnx.ModelProto` of a file. Raises TrainError if it is damaged, or the package onnx is missing."""
     try:
         import onnx
     except ImportError:
         raise TrainError(f"{file} needs the package onnx: run make setup, or pip install onnx") from None
-    with content_of_file(lambda reason: f"{file} is not a complete ONNX file ({reason}): write it again"):
-        model = onnx.load_model_from_string(content)
-        if any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in model.graph.initializer):
-            raise TrainError(f"{file} has its weights in other files: write it in one, as onnx.save does by itself")
-        model = onnx.shape_inference.infer_shapes(model)
+    with _damage_of(file):
+        return onnx.load_model_from_string(content)
+
+
+def _damage_of(file: str) -> AbstractContextManager[None]:
+    return content_of_file(lambda reason: f"{file} is not a complete ONNX file ({reason}): write it again")
+
+
+def read(file: str, content: bytes) -> Read:
+    """The network of an ONNX file, whose weights are all in `content`. Raises TrainError: damaged, operators or
+    attributes that this program does not have, with their nodes."""
+    model = parsed(file, content)
+    with _damage_of(file):
+        from onnx import shape_inference
+
+        model = shape_inference.infer_shapes(model)
     try:
         return _Reader(file, model).read()
     except GraphError as error:

@@ -25,6 +25,7 @@ from train import losses, models
 from train.checkpoint import Checkpoint
 from train.content import content_of_file
 from train.errors import TrainError
+from train.models import onnx_reader
 from train.options.optimizer import LOSSES
 from train.weights import record
 from train.weights.record import Record
@@ -50,12 +51,8 @@ def read(path: Path) -> tuple[Arrays, Record]:
 
     Raises OSError if the file cannot be read, and TrainError if it is damaged, or has what no network here can have.
     """
-    try:
-        import onnx
-    except ImportError:
-        raise TrainError(f"{path} needs the package onnx: run make setup, or pip install onnx") from None
+    model = onnx_reader.parsed(str(path), onnx_reader.content_of(path))
     with content_of_file(lambda reason: f"{path} is not a complete ONNX file ({reason}): write it again"):
-        model = onnx.load_model(str(path), load_external_data=False)
         about = {entry.key: entry.value for entry in model.metadata_props}
         if model.producer_name not in PRODUCERS or "batch_norms" not in about:
             return _of_others(path), record.find(path)
@@ -64,9 +61,9 @@ def read(path: Path) -> tuple[Arrays, Record]:
         if any(node.op_type == "QuantizeLinear" for node in model.graph.node):
             raise TrainError(f"{path} is an export in INT8, from which float weights cannot be restored: give the "
                              "run folder or checkpoint that it was made from, or an export without --int8")
-        if any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in model.graph.initializer):
-            raise ValueError("its weights are in a separate file")
-        arrays = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer
+        from onnx import numpy_helper
+
+        arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer
                   if not onnx_writer.is_constant(tensor.name)}
         return _unfold(arrays, about), _record(path, about)
 

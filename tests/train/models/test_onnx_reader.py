@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from train import models, weights
 from train.checkpoint import Checkpoint
 from train.commands.export import export_onnx
 from train.config import Config
-from train.models import network_file
+from train.models import network_file, onnx_reader
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -412,3 +413,40 @@ def test_our_own_exports(name: str, tmp_path: Path, rng: np.random.Generator) ->
 def test_another_number_of_classes(tmp_path: Path, rng: np.random.Generator) -> None:
     made = network_file.read_onnx("net.onnx", around(*CASES["Relu"](rng), rng))
     assert made.classifier["num_hidden"] == CLASSES and made(7)["head"]["num_hidden"] == 7
+
+
+@pytest.mark.parametrize("damage, words", [
+    ("", ""), ("missing", "has its weights in net.onnx.data, which is not beside it: copy that file there too"),
+    ("short", "net.onnx.data is too short for the weights"),
+    ("outside", "has weights in ../net.onnx.data, outside its folder: write")])
+def test_weights_in_a_file_beside_it(damage: str, words: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    """PyTorch writes its models so. What is read is one piece, which a run can keep."""
+    weight, bias = rng.standard_normal((5, 3, 3, 3), np.float32), rng.standard_normal(5, np.float32)
+    nodes = [onnx.helper.make_node("Conv", ["x", "w"], ["c"], kernel_shape=[3, 3]),
+             onnx.helper.make_node("GlobalAveragePool", ["c"], ["p"]), onnx.helper.make_node("Flatten", ["p"], ["f"]),
+             onnx.helper.make_node("Gemm", ["f", "g", "b"], ["y"], transB=1)]
+    values = {"w": weight, "g": np.eye(5, dtype=np.float32), "b": bias}
+    graph = onnx.helper.make_graph(
+        nodes, "net", [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["N", 3, 8, 8])],
+        [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["N", 5])],
+        [onnx.numpy_helper.from_array(array, name) for name, array in values.items()])
+    path, data = tmp_path / "net.onnx", tmp_path / "net.onnx.data"
+    onnx.save(onnx.helper.make_model(graph), path, save_as_external_data=True, location=data.name, size_threshold=0)
+    if damage == "missing":
+        data.unlink()
+    elif damage == "short":
+        data.write_bytes(data.read_bytes()[:-1])
+    elif damage == "outside":
+        model = onnx.load_model(path, load_external_data=False)
+        model.graph.initializer[0].external_data[0].value = "../net.onnx.data"
+        path.write_bytes(model.SerializeToString())
+    if damage:
+        with pytest.raises(UserError, match=re.escape(words)):
+            onnx_reader.content_of(path)
+        return
+    content = onnx_reader.content_of(path)
+    assert str(data) not in str(content) and content == onnx_reader.content_of(path)
+    data.unlink()
+    found = onnx_reader.read("net.onnx", content).weights
+    assert sorted(array.size for array in found.values()) == [5, 25, 135]
+    assert any(np.array_equal(array, weight) for array in found.values())

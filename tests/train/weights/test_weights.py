@@ -575,7 +575,7 @@ def test_onnx_without_its_numbers(name, exported, tmp_path):
     tensor.data_location = onnx.TensorProto.EXTERNAL
     tensor.external_data.add(key="location", value="/etc/passwd")
     (tmp_path / "w.onnx").write_bytes(model.SerializeToString())
-    assert "is not a complete ONNX file (its weights are in a separate file)" in refused(str(tmp_path / "w.onnx"))
+    assert "w.onnx has weights in /etc/passwd, outside its folder: write the model" in refused(str(tmp_path / "w.onnx"))
     model.graph.initializer.remove(tensor)
     onnx.save(model, tmp_path / "w.onnx")
     assert f"is not a complete ONNX file (it has no {name}): write it again" in refused(str(tmp_path / "w.onnx"))
