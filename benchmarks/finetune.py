@@ -156,7 +156,8 @@ class Study:
     def about(self) -> Line:
         """The settings of all runs, which decide whether earlier runs can be kept."""
         return {"preset": self.arguments.preset, "epochs": self.arguments.epochs, "model": self.preset.model,
-                "image_size": self.preset.image_size, "batch_size": self.batch_size, "data": str(self.arguments.data)}
+                "image_size": self.preset.image_size, "batch_size": self.batch_size,
+                "images": [len(open_source(self.arguments.data, split)) for split in ("train", "val")]}
 
     def cases(self) -> list[Case]:
         seeds = range(1, self.arguments.seeds + 1)
@@ -337,7 +338,8 @@ class Runs:
             # Any: in NumPy 2's types, savez's keywords include a bool
             images: dict[str, Any] = decoded(self.study.data(case, self.folder))
             preset = self.study.preset
-            np.savez(path, **images | {"mean": np.float32(preset.mean), "std": np.float32(preset.std)})
+            np.savez(path, **images | {"mean": np.array(preset.mean, np.float32),
+                                       "std": np.array(preset.std, np.float32)})
         return path
 
 
