@@ -87,8 +87,9 @@ NUM_PRETRAINED = 5  # the first classes of the data set
 # Training images per class -> epochs: with fewer images an epoch has fewer steps.
 SIZES = {20: 40, 100: 20, 500: 10}
 ALL = 0  # as a number of images per class: all that there are
-# Largest differences before the first step of top-1 (a fraction) and loss (nats): pixels differ by their rounding.
-START_LIMITS = {"start_top1": 0.01, "start_loss": 1e-3}
+# Largest differences before the first step of top-1 (a fraction) and loss (nats). On 64 validation images the losses of
+# Lite0 to 2 differed by up to 8e-4, as pixels are rounded differently, and with another interpolation by 8e-3 or more.
+START_LIMITS = {"start_top1": 0.05, "start_loss": 3e-3}
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,7 @@ def test_fine_tuning_starts_from_equal_weights(network, benchmark_module, tmp_pa
     case = finetune.Case("head", *study.sizes, 1)
     peer = finetune.Peer(runs)
     line = peer.run(case)  # raises an error if the starts are unequal
-    assert line["start_loss"] == pytest.approx(runs.start(1).validation["start_loss"], abs=1e-3)
+    assert line["start_loss"] == pytest.approx(runs.start(1).validation["start_loss"], abs=3e-3)
     assert line["top1"] >= 0.5 and line["seconds"] > 0 and line["peer"].startswith("PyTorch")
     study.preset = replace(study.preset, interpolation="bilinear" if network in finetune.LITE else "bicubic")
     with pytest.raises(ProgramError, match=r"head, seed 1: the programs do not start equally"):
