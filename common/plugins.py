@@ -59,7 +59,7 @@ class Registered(NamedTuple):
 class _Loaded(NamedTuple):
     record: str
     content: bytes
-    is_named: bool  # whether the user named it; otherwise a run's record did
+    is_named: bool  # whether the user named it in this call; otherwise a run's record did
 
 
 class _DataFormat(NamedTuple):
@@ -145,6 +145,14 @@ def active(kind: str, records: Sequence[str]) -> list[Registered]:
     return [each for each in _registered.values() if each.kind == kind and each.record in ("", *records)]
 
 
+def has(kind: str, name: str, records: Sequence[str]) -> bool:
+    """Whether one of the plug-ins `records`, or what the user has named in its place, has registered this object."""
+    found = find(kind, name)
+    if not found or found.record in ("", *records):
+        return found is not None
+    return _loaded[name_of(found.record)].is_named and name_of(found.record) in map(name_of, records)
+
+
 def call(each: Registered, *arguments: Any, what: Callable[..., Any] | None = None) -> Any:
     """Call a registered object, or its method `what`. An exception becomes a UserError with its file and line."""
     try:
@@ -198,6 +206,12 @@ def load(words: Sequence[str]) -> tuple[str, ...]:
         _remember(record)
         records.append(record)
     return tuple(dict.fromkeys(records))
+
+
+def begin_call() -> None:
+    """What the user has named in earlier calls of the library no longer replaces what a run has recorded."""
+    for name, each in _loaded.items():
+        _loaded[name] = each._replace(is_named=False)
 
 
 @contextlib.contextmanager

@@ -189,7 +189,7 @@ class TrainedNetwork:
         """
         own = self._predictor.options
         given = {"checkpoint": self.place, "int8": own.int8, "device": own.device, "executor": own.executor,
-                 "data": data} | options
+                 "plugin": own.plugin, "data": data} | options
         return validate.main(values_of(ValidateOptions, given, command="validate"), self._predictor.workers)
 
     def export_onnx(self, file: Path, *, features: bool = ExportOptions.features,
@@ -207,8 +207,10 @@ class TrainedNetwork:
         Raises:
             UserError: the file exists or cannot be written, or onnx and onnxruntime are not installed.
         """
-        int8 = "onnxruntime" if self._predictor.options.int8 else ExportOptions.int8
-        given = {"checkpoint": self.place, "onnx": file, "int8": int8, "features": features, "overwrite": overwrite}
+        own = self._predictor.options
+        int8 = "onnxruntime" if own.int8 else ExportOptions.int8
+        given = {"checkpoint": self.place, "onnx": file, "int8": int8, "features": features, "overwrite": overwrite,
+                 "plugin": own.plugin}
         export.main(values_of(ExportOptions, given, command="export"))
 
     def quantize(self, **options: Any) -> TrainedNetwork:
@@ -227,9 +229,10 @@ class TrainedNetwork:
         Raises:
             UserError: there is such a network already, or too few images.
         """
-        given = {"checkpoint": self.place} | options
+        own = self._predictor.options
+        given = {"checkpoint": self.place, "plugin": own.plugin} | options
         quantize.main(values_of(QuantizeOptions, given, command="quantize"))
-        return load(self.place, int8=True, device=self._predictor.options.device)
+        return load(self.place, int8=True, device=own.device, plugin=own.plugin)
 
     def close(self) -> None:
         """Free the device's memory and all threads now. The network is not to be used any more."""

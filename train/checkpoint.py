@@ -439,8 +439,9 @@ def _config(values: dict[str, Any], path: Path) -> Config:
     except TrainError as error:
         raise TrainError(f"cannot read the checkpoint {path}: {error}") from None
     loss = getattr(config, "loss", SOFTMAX)  # a language model has none to choose
-    plugins.restore(config.plugin, str(path), run_folder(path), lambda: config.model in models.names() and (
-        loss in LOSSES or plugins.find("loss", loss) is not None))
+    plugins.restore(config.plugin, str(path), run_folder(path), lambda: (
+        models.is_own(config.model) or plugins.has("model", config.model, config.plugin)) and (
+        loss in LOSSES or plugins.has("loss", loss, config.plugin)))
     return config
 
 
