@@ -1,18 +1,18 @@
 // INT8 1x1 convolutions on Hopper, with the design of conv1x1_forward.cuh: shared by quantised_conv_stream.cu and
 // quantised_pair.cu.
 //
-// A block keeps the weights of COLUMNS filters in shared memory. It has TEAMS teams of four MMA warps, and one TMA warp per
-// team. Each team walks over tiles of 64 rows, independently of the others: while one multiplies, another requantises, and
-// TMA loads the next tiles and stores results. In the epilogue a warp works on its 16 rows, 128 filters at a time, in shared
-// memory: TMA loads the addend there and stores the result from there.
+// A block keeps the weights of COLUMNS filters in shared memory. It has TEAMS teams of four MMA warps, and one TMA warp
+// per team. Each team walks over tiles of 64 rows, independently of the other teams: one team can multiply while
+// another requantises, and TMA loads the next tiles and stores results. In the epilogue a warp works on its 16 rows,
+// 128 filters at a time, in shared memory: TMA loads the addend there and stores the result from there.
 #pragma once
 #include "conv1x1_tiles.cuh"
 #include "integer_products.cuh"
 
 constexpr int CHUNK = 128, STEP = 32, MAX_RESULTS = 3;  // channels of a tile, and of one wgmma; result slots of a warp
 
-// Bias and multiplier of COLUMNS filters, in the order in which the threads of a quad read them. bias: two of 8 columns,
-// repeated for two rows. multiplier: four of 16 columns.
+// Bias and multiplier of COLUMNS filters, in the order in which the threads of a quad read them. An element of `bias`
+// has two of 8 columns, repeated for two rows. An element of `multiplier` has four of 16 columns.
 template <int COLUMNS> struct Factors {
     int4 bias[COLUMNS / 8][4];
     float4 multiplier[COLUMNS / 16][4];
