@@ -24,8 +24,9 @@ from graph_passes.values import Values
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A node whose inputs are tensors of the table. `writes` gives the tensor of each output; None for an output that
-    is left out. A kernel with optional outputs has one candidate for each set of outputs that it may write."""
+    """A node whose inputs are tensors of the table. `writes` gives the tensor of each output; None stands for an output
+    that is left out. A kernel with optional outputs has one candidate for each set of outputs that it may write.
+    """
 
     node: Node
     writes: tuple[Ref | None, ...]

@@ -99,8 +99,8 @@ def _by_number(place: str, found: Classes, known: Classes, whose: str, met: Call
 
 
 def _first_counted(counted: Set[int], folders: Sequence[int]) -> int | None:
-    """The position in `folders` (numbers without 0) of class 0, for a network that counts classes from 0: 0 if the
-    numbers are equal on both sides, 1 if folder 1 is class 0. None if both are possible.
+    """The position in `folders` (numbers without 0) of the data's class 0: 0 if the numbers are equal on both sides, 1
+    if folder 1 is class 0. None if both are possible.
 
     Args:
         counted: the numbers of the classes that have images.

@@ -97,8 +97,10 @@ class Tiles(NamedTuple):
 
     @classmethod
     def of(cls, data: Shape, output: Shape, stride: tuple[int, int], chunk: int = CHUNK) -> Tiles | None:
-        """The tiles, with chunks of `chunk` channels; None if there is no such division. With stride 2, every other row
-        of pixels is read, and every other pixel of it. This holds across images too, so their height must be even."""
+        """The tiles, with chunks of `chunk` channels; None if this division is impossible. With stride 2, every other
+        row of pixels is read, and every other pixel of these rows. The rows are counted through all images, so the
+        height must be even.
+        """
         (_, height, width, channels), (images, out_height, out_width, filters) = data, output
         rows = images * out_height * out_width
         if stride == (1, 1):
@@ -116,7 +118,9 @@ class Tiles(NamedTuple):
                    Tiling((rows // in_tile, in_tile, filters), (in_tile * filters, filters), (1, WARP_ROWS, chunk)))
 
     def beside(self, channels: int, chunk: int = CHUNK) -> Tiling:
-        """The tiles of a second tensor with this many channels, by chunks of `chunk`, that has the output's pixels."""
+        """The tiling, in chunks of `chunk` channels, of a second tensor that has the output's pixels and `channels`
+        channels.
+        """
         lines, rows, _ = self.output.shape
         return Tiling((lines, rows, channels), (rows * channels, channels), (1, self.walk.rows, chunk))
 

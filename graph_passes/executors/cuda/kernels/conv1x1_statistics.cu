@@ -37,7 +37,8 @@ __device__ inline void multiply_normalised(float (&products)[N][4], const uint4 
     }
 }
 
-// The body of the kernels below. `norm_out` is the tensor map for the output of BatchNorm + ReLU, null if nobody reads it.
+// The body of the kernels below. `norm_out` is the tensor map for the output of BatchNorm + ReLU, null if no other node
+// reads this output.
 template <class T, int COLUMNS, int PEERS, bool NORM>
 __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const TensorMap &y, const FusedNorm &before,
                                 const TensorMap *norm_out, float *sums, float *partials, uint32 *tickets, uint32 rows,

@@ -67,7 +67,7 @@ def with_number(builder: Builder, node: Node) -> None:
 
 
 def _keeps_padding(builder: Builder, node: Node) -> bool:
-    """Whether a function of padded data makes 0 of the padding's 0."""
+    """Whether the data is padded and the function maps 0 to 0, so that the padding stays 0."""
     function = function_of(node)
     return reads_padded(builder, node) and function is not None and function.value(np.zeros(1))[0] == 0
 
