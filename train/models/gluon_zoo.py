@@ -1,8 +1,9 @@
-"""The networks of MXNet Gluon's model zoo (`mxnet.gluon.model_zoo.vision`), as it builds them, in our form (`plugged`).
+"""The networks of MXNet Gluon's model zoo (`mxnet.gluon.model_zoo.vision`), as the zoo builds them, converted to our
+form (`plugged`).
 
-Not here: ResNet v2, and ResNet-18 and 34 v1, which are networks of other families (`resnet_v2`, `resnet`). A parameter
-has the name that Gluon gives it, without the network's prefix: conv0_weight for vgg0_conv0_weight. DenseNet and VGG are
-torchvision's networks of these names, too.
+ResNet v2, and ResNet-18 and 34 v1, belong to other families (`resnet_v2`, `resnet`). A parameter has Gluon's name
+without the network's prefix: conv0_weight for vgg0_conv0_weight. DenseNet and VGG are torchvision's networks of these
+names, too.
 """
 
 from __future__ import annotations
