@@ -3,7 +3,7 @@
     graph, weights, size = read("net.onnx", content)
 
 Operators and attributes are those of ONNX's default domain (https://onnx.ai/onnx/operators/), from opset 7 on. Most
-exporters have folded BatchNorms into convolutions: then there are none to train.
+exporters fold BatchNorms into convolutions; these networks then have no BatchNorm to train.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ Weights = dict[str, np.ndarray]
 
 class Read(NamedTuple):
     """A model. `graph`: from the variable `data`, images in NHWC, to the model's output, without a softmax at its end.
-    `weights`: by the names of the graph's variables, in its layout, mostly NCHW. `size`: height and width of the
-    images; 0: any."""
+    `weights`: arrays by the names of the graph's variables, in the graph's layout, mostly NCHW. `size`: height and
+    width of the images; 0: any.
+    """
 
     graph: Graph
     weights: Weights
@@ -41,7 +42,7 @@ def content_of(path: Path) -> bytes:
     """The bytes of an ONNX model in one piece: PyTorch writes the weights into a file beside the model. Raises OSError,
     and TrainError if such a file is missing or too short."""
     content = path.read_bytes()
-    if b"location" not in content:  # the key of another file's name
+    if b"location" not in content:  # tensors in another file have the key `location`
         return content
     model = parsed(str(path), content)
     of_nodes = (attribute.t for node in model.graph.node for attribute in node.attribute)
@@ -53,7 +54,7 @@ def content_of(path: Path) -> bytes:
 
 
 def _take_in(path: Path, tensor: Any) -> None:
-    """Read a tensor's bytes from its file into the tensor."""
+    """Read a tensor's bytes from the tensor's external file into the tensor."""
     about = {entry.key: entry.value for entry in tensor.external_data}
     name, offset = about.get("location", ""), int(about.get("offset", 0))
     if Path(name).is_absolute() or ".." in Path(name).parts:
@@ -81,7 +82,7 @@ def _item_bytes(tensor: Any) -> int:
 
 
 def parsed(file: str, content: bytes) -> Any:
-    """The `onnx.ModelProto` of a file. Raises TrainError if it is damaged, or the package onnx is missing."""
+    """The `onnx.ModelProto` of a file. Raises TrainError if the file is damaged, or the package onnx is missing."""
     try:
         import onnx
     except ImportError:
@@ -95,8 +96,9 @@ def _damage_of(file: str) -> AbstractContextManager[None]:
 
 
 def read(file: str, content: bytes) -> Read:
-    """The network of an ONNX file, whose weights are all in `content`. Raises TrainError: damaged, operators or
-    attributes that this program does not have, with their nodes."""
+    """The network of an ONNX file, whose weights are all in `content`. Raises TrainError if the file is damaged, or if
+    it has operators or attributes that this program lacks; the message names their nodes.
+    """
     model = parsed(file, content)
     with _damage_of(file):
         from onnx import shape_inference
@@ -109,8 +111,9 @@ def read(file: str, content: bytes) -> Read:
 
 
 class _Reader:
-    """One model that is being read. `tensors`: where each of its values is computed; `constants`: those that are
-    numbers."""
+    """One model that is being read. `tensors`: the graph's tensor for each value of the model; `constants`: the values
+    that are constants.
+    """
 
     def __init__(self, file: str, model: Any) -> None:
         from onnx import numpy_helper
@@ -120,7 +123,8 @@ class _Reader:
         for node in model.graph.node:
             if node.op_type == "Constant":
                 self.constants[node.output[0]] = _constant(node)
-            elif node.op_type == "Identity" and node.input[0] in self.constants:  # exporters write equal weights once
+            # exporters write equal weights once, and refer to them by Identity
+            elif node.op_type == "Identity" and node.input[0] in self.constants:
                 self.constants[node.output[0]] = self.constants[node.input[0]]
         self.shapes = {value.name: [dim.dim_value if dim.HasField("dim_value") else None
                                     for dim in value.type.tensor_type.shape.dim]
@@ -156,7 +160,7 @@ class _Reader:
                     size)
 
     def _needed(self, output: str) -> list[Any]:
-        """The nodes that the output depends on, in order, but for what only computes the shape of a Reshape."""
+        """The nodes on which the output depends, in order, without nodes that only compute the shape of a Reshape."""
         makers = {name: node for node in self.model.graph.node for name in node.output}
         names, found = [output], set()
         while names:
@@ -175,8 +179,9 @@ class _Reader:
         return lengths.pop() if lengths else 0
 
     def _images(self, name: str, needed: list[Any]) -> Ref:
-        """The images of the model, from the network's `data` in NHWC. They are in NCHW, as ONNX's operators read them,
-        unless their shape or the transposes before these operators say otherwise."""
+        """The images of the model, from the network's `data` in NHWC. The images are in NCHW, the layout of ONNX's
+        operators, unless their shape, or a transpose before these operators, shows another layout.
+        """
         data, shape = self.put(Node(VARIABLE, "data")), self.shapes[name]
         readers = [node for node in needed if name in node.input]
         is_transposed = all(Call(self, node).attrs.get("perm") == [0, 3, 1, 2] for node in readers)
@@ -190,14 +195,13 @@ class _Reader:
             return int(self.constants[name].ndim)
         return len(self.shapes[name]) if name in self.shapes else None
 
-    # --- what the rows below use ---
 
     def add(self, op: str, name: str, inputs: Sequence[Ref], **attrs: Any) -> Ref:
-        """A node of ours."""
+        """Add a node to the graph, and return its output."""
         return self.put(Node(op, unused_name(name, self.nodes), tuple(inputs), attrs))
 
     def parameter(self, name: str, array: np.ndarray) -> Ref:
-        """A variable with its value."""
+        """Add a variable with its value, and return its output."""
         ref = self.put(Node(VARIABLE, unused_name(name, self.nodes)))
         self.weights[ref.node] = np.ascontiguousarray(array, np.float32)
         return ref
@@ -208,7 +212,7 @@ class _Reader:
 
 
 class Call:
-    """A node of the model: what it reads, and its attributes."""
+    """A node of the model, with its inputs and attributes."""
 
     def __init__(self, reader: _Reader, node: Any) -> None:
         from onnx import helper
@@ -222,7 +226,7 @@ class Call:
         return GraphError(f"{self.op} '{self.shown}' {sentence}")
 
     def has(self, place: int) -> bool:
-        """Whether there is an input at that place."""
+        """Whether the node has an input at this position."""
         return place < len(self.node.input) and bool(self.node.input[place])
 
     def tensor(self, place: int) -> Ref:
@@ -236,14 +240,14 @@ class Call:
         return self.node.input[place] in self.reader.constants
 
     def constant(self, place: int) -> np.ndarray:
-        """An input that is a number, or numbers."""
+        """An input that is a constant array."""
         name = self.node.input[place]
         if name not in self.reader.constants:
             raise self.error(f"reads {name} as its input {place}, which must be a constant of the file")
         return self.reader.constants[name]
 
     def value(self, place: int, attribute: str, default: Any) -> Any:
-        """What is an input in newer versions of an operator and was an attribute in older ones."""
+        """The value of an input that is an attribute in older versions of the operator."""
         if self.has(place):
             found = self.constant(place)
             return found.item() if found.size == 1 and not isinstance(default, tuple) else tuple(found.tolist())
@@ -280,7 +284,7 @@ class Call:
 
 
 def _plain_name(name: str) -> str:
-    """A name without what checkpoints cannot have in names of arrays: letters, digits, '.' and '_' alone."""
+    """The name, reduced to the characters that checkpoints allow in names of arrays: letters, digits, '.' and '_'."""
     return re.sub(r"[^\w.]+", "_", name).strip("_.") or "node"
 
 
@@ -294,7 +298,7 @@ def _constant(node: Any) -> np.ndarray:
 
 # --- one row per operator ---
 
-Row = Callable[[_Reader, Call], Any]  # -> Ref, or one for each output
+Row = Callable[[_Reader, Call], Any]  # returns a Ref, or one Ref for each output
 
 
 def _conv(reader: _Reader, call: Call) -> Ref:
@@ -306,7 +310,7 @@ def _conv(reader: _Reader, call: Call) -> Ref:
 
 
 def _dense(reader: _Reader, call: Call, weight: np.ndarray, bias: np.ndarray | None) -> Ref:
-    """A fully connected layer; weight (values there, values here)."""
+    """A fully connected layer; `weight` has the shape (inputs, outputs)."""
     if weight.ndim != 2:
         raise call.error(f"has weights of the shape {weight.shape}, where a fully connected layer has two dimensions")
     layer = call.layer(1)
@@ -368,7 +372,7 @@ def _gelu(reader: _Reader, call: Call) -> Ref:
 def _prelu(reader: _Reader, call: Call) -> Ref:
     slopes, shape = call.constant(1), reader.shapes.get(call.node.input[0]) or []
     channels = shape[1] if len(shape) > 1 else None
-    if slopes.size == 1 and channels:  # one for all: now each channel has its own
+    if slopes.size == 1 and channels:  # one slope for all channels: repeated for each channel
         slopes = np.full(channels, slopes.item())
     elif (1,) * (len(shape) - slopes.ndim) + slopes.shape != (1, channels, *(1,) * (len(shape) - 2)):
         raise call.error(f"has slopes of the shape {slopes.shape}: this program has one for each channel")
@@ -395,7 +399,7 @@ _WITH_NUMBER = {"Add": "_plus_scalar", "Mul": "_mul_scalar", "Sub": "_minus_scal
 
 
 def _arithmetic(reader: _Reader, call: Call) -> Ref:
-    """Sums and products of two tensors, or of a tensor and a number; the bias of a MatMul."""
+    """Sums and products of two tensors, or of a tensor and a number. A sum may also be the bias of a MatMul."""
     places = [place for place in (0, 1) if call.is_constant(place)]
     if not places:
         return _of_tensors(reader, call)
@@ -407,7 +411,8 @@ def _arithmetic(reader: _Reader, call: Call) -> Ref:
     dense = reader.nodes[data.node]
     if call.op == "Add" and dense.op == "FullyConnected" and dense["no_bias"] and number.size == number.shape[-1] == (
             dense["num_hidden"]):
-        # another layer with the same weight: others may read the product without the bias, which is left out if not
+        # a new layer with the weight of the MatMul: other nodes may read the product without the bias; if none does,
+        # the old layer is left out
         bias = reader.parameter(f"{dense.name}_bias", number.reshape(-1))
         return reader.add("FullyConnected", call.name, (*dense.inputs, bias), **{**dense.attrs, "no_bias": False})
     raise call.error(f"has a constant of the shape {number.shape}: only single numbers and biases are supported")
@@ -476,7 +481,7 @@ def _mean(reader: _Reader, call: Call) -> Ref:
 
 
 def _to_rows(reader: _Reader, call: Call) -> Ref:
-    """Flatten, Squeeze and Reshape: to (N, values), or a Reshape to a shape that the file says."""
+    """Flatten, Squeeze and Reshape, to (N, values); or a Reshape to a shape that the file states."""
     if call.op == "Flatten":
         call.require("axis", 1, default=1)
     if reader.rank(call.node.output[0]) == 2:
@@ -504,7 +509,7 @@ def _same(reader: _Reader, call: Call) -> Ref:
 
 
 def _cast(reader: _Reader, call: Call) -> Ref:
-    call.require("to", 1)  # float32, which the network's tensors are
+    call.require("to", 1)  # the type must be float32, the type of the network's tensors
     return call.tensor(0)
 
 
@@ -530,7 +535,7 @@ def _erf(reader: _Reader, call: Call) -> Ref:
         readers.setdefault(output.name, []).append(None)
 
     def step(name: str, op: str) -> tuple[Any, str]:
-        """The only node that reads a value, and the other value that it reads."""
+        """The only node that reads a value, and the other value that this node reads."""
         if len(found := readers.get(name, [])) != 1 or found[0] is None or found[0].op_type != op:
             raise call.error(_NOT_OF_A_GELU)
         return found[0], next(each for each in found[0].input if each != name)
@@ -546,7 +551,7 @@ def _erf(reader: _Reader, call: Call) -> Ref:
         last, other_of_last = step(product.output[0], "Mul")
         is_gelu = {is_number(other, 0.5), is_number(other_of_last, 0.5)} == {True, False} and x in (
             reader.tensors.get(other), reader.tensors.get(other_of_last))
-    else:  # times x * 0.5
+    else:  # the factor is x * 0.5
         half = reader.nodes[reader.tensors[other].node] if other in reader.tensors else source
         is_gelu = half.op == "_mul_scalar" and half["scalar"] == 0.5 and half.inputs[0] == x
     if not (is_number(one, 1.0) and is_gelu):
