@@ -19,6 +19,7 @@ import importlib.util
 import os
 import re
 import sys
+import threading
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -59,7 +60,7 @@ class Registered(NamedTuple):
 class _Loaded(NamedTuple):
     record: str
     content: bytes
-    is_named: bool  # whether the user named it; otherwise a run's record did
+    is_named: bool  # whether the present call names it; otherwise a run's record did, or an earlier call
 
 
 class _DataFormat(NamedTuple):
@@ -72,6 +73,7 @@ _reserved: dict[str, set[str]] = {}  # kind -> names that no plug-in may take
 _loaded: dict[str, _Loaded] = {}  # by the name of the file, or of the entry point
 _told: set[tuple[str, str]] = set()  # records whose difference has been reported
 _loading: list[str] = []  # records of the plug-ins that are being executed
+_lock = threading.RLock()
 _data_formats: dict[str, _DataFormat] = {}  # by the end of a file's name
 
 
@@ -88,7 +90,9 @@ def register(kind: str, name: str, made: Any, key: str = "", data_file: str = ""
     record = _loading[-1] if _loading else ""
     key = f"{record} {key}" if key else name
     before = _registered.get((kind, key))
-    if before and (record or before.record):  # a notebook cell may be run again
+    if before and before.record and _is_of_earlier_call(before.record):
+        _forget(before.record)
+    elif before and (record or before.record):  # a notebook cell may be run again
         raise fault(f"the {kind} {name!r} exists already, at {before.place}: give it another name")
     if name in _reserved.get(kind, ()):
         raise fault(f"the {kind} {name!r} exists already, in this program: give it another name")
@@ -127,6 +131,13 @@ def names(kind: str) -> list[str]:
 def find(kind: str, name: str) -> Registered | None:
     """The object registered under that name, if any."""
     return _registered.get((kind, name))
+
+
+def is_of_run(kind: str, name: str, records: Sequence[str]) -> bool:
+    """Whether there is an object of that name for a run with the plug-ins `records`: it is theirs, the program's own, or
+    of a plug-in that this call names. It may be of another run that was read before."""
+    found = find(kind, name)
+    return found is not None and (found.record in ("", *records) or not _is_of_earlier_call(found.record))
 
 
 def get(kind: str, name: str, own: Sequence[str] = ()) -> Registered:
@@ -191,13 +202,26 @@ def load(words: Sequence[str]) -> tuple[str, ...]:
         if digest and digest != _parts(record)[1]:
             raise UserError(f"the {_word(file)} {file} has changed: its sha256 is {_parts(record)[1][:8]}..., not "
                             f"{digest[:8]}...; give --plugin {file} to use it as it is now")
-        if twin := next((each for each in records if name_of(each) == name_of(record) and each != record), ""):
-            raise UserError(f"the plug-ins {_parts(twin)[0]} and {file} have the same name, but a run finds them by "
-                            "name: rename one")
+        twin = _loaded.get(name_of(record))
+        if twin and twin.is_named and not {*_parts(twin.record)} & {*_parts(record)}:
+            raise UserError(f"the {_word(record)}s {_parts(twin.record)[0]} and {file} have the same name, but a run "
+                            "finds them by name: rename one")
         _load(record, content, execute, is_named=True)
         _remember(record)
         records.append(record)
     return tuple(dict.fromkeys(records))
+
+
+def new_call() -> None:
+    """A program begins another call: what its earlier calls have named replaces nothing any more."""
+    _loaded.update({name: each._replace(is_named=False) for name, each in _loaded.items()})
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Inside, no other thread is here, which could load a plug-in with the same names."""
+    with _lock:
+        yield
 
 
 @contextlib.contextmanager
@@ -214,21 +238,16 @@ def forgotten() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def known_again(registered: Registered | None) -> Iterator[None]:
-    """Inside, an object has its name again, which another one of the same name may have taken since."""
-    if registered is None:
-        yield
-        return
-    key = registered.kind, registered.name
-    now = _registered.get(key)
-    _registered[key] = registered
-    try:
-        yield
-    finally:
-        if now:
-            _registered[key] = now
-        else:
-            del _registered[key]
+def known_again(found: Iterable[Registered | None]) -> Iterator[None]:
+    """Inside, objects that `find` has found have their names again, which others may have taken since."""
+    with alone():
+        now = dict(_registered)
+        _registered.update({(each.kind, each.name): each for each in found if each})
+        try:
+            yield
+        finally:
+            _registered.clear()
+            _registered.update(now)
 
 
 def restore(records: Sequence[str], place: str, run_folder: str = "",
@@ -376,9 +395,9 @@ def _load(record: str, content: bytes, execute: Callable[[], None], is_named: bo
     if name in _loaded and _loaded[name].record == record:
         _loaded[name] = _loaded[name]._replace(is_named=is_named or _loaded[name].is_named)
         return
-    before = dict(_registered)
-    for key in [key for key, each in _registered.items() if name in _loaded and each.record == _loaded[name].record]:
-        del _registered[key]
+    before, loaded_before = dict(_registered), dict(_loaded)
+    if name in _loaded:
+        _forget(_loaded[name].record)
     _loading.append(record)
     try:
         execute()
@@ -388,10 +407,24 @@ def _load(record: str, content: bytes, execute: Callable[[], None], is_named: bo
     except BaseException:
         _registered.clear()
         _registered.update(before)
+        _loaded.update(loaded_before)
         raise
     finally:
         _loading.pop()
     _loaded[name] = _Loaded(record, content, is_named)
+
+
+def _is_of_earlier_call(record: str) -> bool:
+    """Whether a plug-in is there only because an earlier call of this process, or another run, has loaded it."""
+    loaded = _loaded.get(name_of(record))
+    return bool(loaded and loaded.record == record and not loaded.is_named)
+
+
+def _forget(record: str) -> None:
+    """Undo the loading of a plug-in."""
+    for key in [key for key, each in _registered.items() if each.record == record]:
+        del _registered[key]
+    del _loaded[name_of(record)]
 
 
 def _execute(file: str, content: bytes) -> None:

@@ -112,8 +112,8 @@ def with_plugins(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def values_of(options: type, given: Mapping[str, Any], *, command: str) -> dict[str, Any]:
-    """Option values that a program gives by name, checked and converted like a command line, with plug-ins loaded. None
-    and "" count as not given. Raises UserError with the messages of the command line.
+    """Option values that a program gives by name in another call, checked and converted like a command line, with
+    plug-ins loaded. None and "" count as not given. Raises UserError with the messages of the command line.
 
     Args:
         options, command: as for `read`.
@@ -123,6 +123,7 @@ def values_of(options: type, given: Mapping[str, Any], *, command: str) -> dict[
         load_preset(str(given["config"]))  # on a command line, ? would print the list of presets and exit
     if asked := {"help", "version"} & given.keys():  # would print something and exit
         raise TrainError(f"{min(asked)} is an option of the command line only: see {PROG} {command} --{min(asked)}")
+    plugins.new_call()
     words: list[str] = []
     for name, value in given.items():
         words += _words(options, name, value)

@@ -57,6 +57,8 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     ),
 }
 
+OWN = tuple(name for family in FAMILIES.values() for name in family)
+
 # Other names of networks: Gluon's, where a network is the same as one of ours.
 ALIASES: Mapping[str, str] = {"resnet18_v1": "resnet18", "resnet34_v1": "resnet34"}
 
@@ -68,7 +70,7 @@ NETWORK_FILES = (".json", ".onnx")
 
 ALL = "all"  # stands for all networks, if several may be given
 
-plugins.reserve("model", (ALL, *FAMILIES, *ALIASES, *(name for family in FAMILIES.values() for name in family)))
+plugins.reserve("model", (ALL, *FAMILIES, *ALIASES, *OWN))
 
 
 def _register_file(file: str, content: bytes) -> None:
@@ -98,7 +100,7 @@ def of_option(word: str, given: Sequence[str] = ()) -> tuple[str, tuple[str, ...
 
 def names() -> list[str]:
     """The names of all networks, a plug-in's last."""
-    return [*(name for family in FAMILIES.values() for name in family), *plugins.names("model")]
+    return [*OWN, *plugins.names("model")]
 
 
 def named(words: Iterable[str]) -> list[str]:
