@@ -134,8 +134,8 @@ def find(kind: str, name: str) -> Registered | None:
 
 
 def is_of_run(kind: str, name: str, records: Sequence[str]) -> bool:
-    """Whether there is an object of that name for a run with the plug-ins `records`: it is theirs, the program's own, or
-    of a plug-in that this call names. It may be of another run that was read before."""
+    """Whether there is an object of that name for a run with the plug-ins `records`: it is theirs, the program's own,
+    or of a plug-in that this call names. Otherwise it may be of another run that was read before."""
     found = find(kind, name)
     return found is not None and (found.record in ("", *records) or not _is_of_earlier_call(found.record))
 

@@ -83,8 +83,12 @@ def recognise(path: Path, arrays: Mapping[str, np.ndarray], record: Record, want
             return replace(taken, notes=[*notes, *taken.notes])
         closest += [(candidate, inner) for candidate in alike]
     nearest, named = max(closest, key=lambda each: each[0].fit(each[1]))
+    difference = nearest.difference(nearest.structural(named))
+    if models.is_of_file(nearest.model):
+        raise TrainError(f"{path} does not fit the network of the file {nearest.model}, {difference}: give weights "
+                         "that were written with this network")
     raise TrainError(f"{path} belongs to no network of this program; the nearest is {nearest.model}, "
-                     f"{nearest.difference(nearest.structural(named))}: give weights of one of its networks, which "
+                     f"{difference}: give weights of one of its networks, which "
                      f"--model '?' lists{_or_its_own(path)}")
 
 
