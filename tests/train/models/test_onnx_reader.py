@@ -484,9 +484,8 @@ def with_node(op: str, domain: str = "", inputs: Sequence[str] = ("x",), **attri
 
 COMPLETE: dict[str, tuple[Callable[[Any], None], str]] = {
     "opset 6": (lambda proto: setattr(proto.opset_import[0], "version", 6), " has opset 6, and this program reads "
-                "opset 7 or later: export it again, or convert it with onnx.version_converter.convert_version(model, 17)"),
-    "no opset": (lambda proto: proto.ClearField("opset_import"),
-                 " is not a complete ONNX file (it does not say its opset): write it again"),
+                "opset 7 or later: export it again, or convert it with onnx.version_converter.convert_"),
+    "no opset": (lambda proto: proto.ClearField("opset_import"), " is not a complete ONNX file (it does not say its"),
     "no shape": (lambda proto: proto.graph.input[0].type.tensor_type.ClearField("shape"),
                  ": its input images has no shape: export the model with the shape (N, 3, size, size)"),
     "no type": (lambda proto: proto.graph.input[0].ClearField("type"), ": its input images has no shape: export"),
