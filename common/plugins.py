@@ -60,7 +60,7 @@ class Registered(NamedTuple):
 class _Loaded(NamedTuple):
     record: str
     content: bytes
-    is_named: bool  # whether the present call names it; otherwise a run's record did, or an earlier call
+    is_named: bool  # whether the user named it in this call; otherwise a run's record did
 
 
 class _DataFormat(NamedTuple):
@@ -133,13 +133,6 @@ def find(kind: str, name: str) -> Registered | None:
     return _registered.get((kind, name))
 
 
-def is_of_run(kind: str, name: str, records: Sequence[str]) -> bool:
-    """Whether there is an object of that name for a run with the plug-ins `records`: it is theirs, the program's own,
-    or of a plug-in that this call names. Otherwise it may be of another run that was read before."""
-    found = find(kind, name)
-    return found is not None and (found.record in ("", *records) or not _is_of_earlier_call(found.record))
-
-
 def get(kind: str, name: str, own: Sequence[str] = ()) -> Registered:
     """Like `find`, but raises UserError, with the nearest name, if there is none. `own`: names that this program has
     itself."""
@@ -154,6 +147,14 @@ def get(kind: str, name: str, own: Sequence[str] = ()) -> Registered:
 def active(kind: str, records: Sequence[str]) -> list[Registered]:
     """All objects of a kind that the plug-ins `records`, or the program itself, have registered."""
     return [each for each in _registered.values() if each.kind == kind and each.record in ("", *records)]
+
+
+def has(kind: str, name: str, records: Sequence[str]) -> bool:
+    """Whether one of the plug-ins `records`, or what the user has named in its place, has registered this object."""
+    found = find(kind, name)
+    if not found or found.record in ("", *records):
+        return found is not None
+    return _loaded[name_of(found.record)].is_named and name_of(found.record) in map(name_of, records)
 
 
 def call(each: Registered, *arguments: Any, what: Callable[..., Any] | None = None) -> Any:
@@ -212,9 +213,10 @@ def load(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(records))
 
 
-def new_call() -> None:
-    """A program begins another call: what its earlier calls have named replaces nothing any more."""
-    _loaded.update({name: each._replace(is_named=False) for name, each in _loaded.items()})
+def begin_call() -> None:
+    """What the user has named in earlier calls of the library no longer replaces what a run has recorded."""
+    for name, each in _loaded.items():
+        _loaded[name] = each._replace(is_named=False)
 
 
 @contextlib.contextmanager

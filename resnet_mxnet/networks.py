@@ -191,7 +191,7 @@ class TrainedNetwork:
         """
         own = self._predictor.options
         given = {"checkpoint": self.place, "int8": own.int8, "device": own.device, "executor": own.executor,
-                 "data": data, "plugin": own.plugin} | options
+                 "plugin": own.plugin, "data": data} | options
         return validate.main(values_of(ValidateOptions, given, command="validate"), self._predictor.workers)
 
     def export_onnx(self, file: Path, *, features: bool = ExportOptions.features,

@@ -29,7 +29,7 @@ import json
 import os
 import shutil
 import zipfile
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -439,12 +439,9 @@ def _config(values: dict[str, Any], path: Path) -> Config:
     except TrainError as error:
         raise TrainError(f"cannot read the checkpoint {path}: {error}") from None
     loss = getattr(config, "loss", SOFTMAX)  # a language model has none to choose
-
-    def is_there(kind: str, name: str, own: Container[str]) -> bool:
-        return name in own or plugins.is_of_run(kind, name, config.plugin)
-
     plugins.restore(config.plugin, str(path), run_folder(path), lambda: (
-        is_there("model", config.model, models.OWN) and is_there("loss", loss, LOSSES)))
+        models.is_own(config.model) or plugins.has("model", config.model, config.plugin)) and (
+        loss in LOSSES or plugins.has("loss", loss, config.plugin)))
     return config
 
 

@@ -119,11 +119,11 @@ def values_of(options: type, given: Mapping[str, Any], *, command: str) -> dict[
         options, command: as for `read`.
         given: values by field name, for example {"epochs": 5, "data": Path("photos"), "tensorboard": False}.
     """
+    plugins.begin_call()
     if "config" in given:
         load_preset(str(given["config"]))  # on a command line, ? would print the list of presets and exit
     if asked := {"help", "version"} & given.keys():  # would print something and exit
         raise TrainError(f"{min(asked)} is an option of the command line only: see {PROG} {command} --{min(asked)}")
-    plugins.new_call()
     words: list[str] = []
     for name, value in given.items():
         words += _words(options, name, value)
