@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from common import plugins
 from train.command_line import values_of
 from train.commands import export, quantize, validate
 from train.commands.validate import Validated
@@ -58,8 +59,9 @@ def load(
     kind, number = device_and_number(device)
     given = {"checkpoint": place, "int8": int8, "device": kind, "executor": executor, "batch_size": batch_size,
              "num_threads": num_threads, "hw_decoder_load": hw_decoder_load, "max_pixels": max_pixels, "plugin": plugin}
-    options = InferenceOptions(**values_of(InferenceOptions, given, command="predict"))
-    return TrainedNetwork(Predictor.load(options, number, may_raise_batch=batch_size is None))
+    with plugins.alone():
+        options = InferenceOptions(**values_of(InferenceOptions, given, command="predict"))
+        return TrainedNetwork(Predictor.load(options, number, may_raise_batch=batch_size is None))
 
 
 def _check_place(place: Any) -> None:

@@ -113,8 +113,8 @@ def with_plugins(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def values_of(options: type, given: Mapping[str, Any], *, command: str) -> dict[str, Any]:
-    """Option values that a program gives by name, checked and converted like a command line, with plug-ins loaded. None
-    and "" count as not given. Raises UserError with the messages of the command line.
+    """Option values that a program gives by name in another call, checked and converted like a command line, with
+    plug-ins loaded. None and "" count as not given. Raises UserError with the messages of the command line.
 
     Args:
         options, command: as for `read`.
