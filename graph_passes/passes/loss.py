@@ -17,7 +17,7 @@ def binary_cross_entropy(graph: Graph, threshold: float = 0.0) -> Graph:
         after     scores, label -> SigmoidOutput(threshold)
 
     Label smoothing and normalisation stay. The loss of an image is the mean over the classes. With a `threshold`,
-    targets above it become 1 and the others 0, after smoothing and mixing; 0: they stay as they are.
+    targets above the threshold become 1 and all others 0, after smoothing and mixing. With 0, targets do not change.
 
     Raises GraphError for a network that does not end in SoftmaxOutput.
     """
