@@ -69,10 +69,13 @@ def to_onnx(graph: Graph, arrays: Arrays, input_shape: tuple[int, int, int], qdq
             output_name: str = "probabilities") -> onnx.ModelProto:
     """The inference model of a graph, checked by onnx.
 
-    Args: graph: in NCHW, without operators that only our executors know. A SoftmaxOutput becomes a Softmax, a
-        SigmoidOutput a Sigmoid, a CustomOutput one of the two. arrays: parameters and running statistics by variable
-        name, in the graph's layout, fp32. input_shape: (C, H, W) of an image. qdq: the part of the graph that becomes
-        INT8, by node names; None: no part. output_name: name of the output.
+    Args:
+        graph: in NCHW, without operators that only our executors know. A SoftmaxOutput becomes a Softmax, a
+            SigmoidOutput a Sigmoid, a CustomOutput one of the two.
+        arrays: parameters and running statistics by variable name, in the graph's layout, fp32.
+        input_shape: (C, H, W) of an image.
+        qdq: the part of the graph that becomes INT8, by node names; None: no part.
+        output_name: name of the output.
 
     Returns:
         A model with input `data`, float32 (N, C, H, W) for any N, and one output, float32 (N, values). A whole network

@@ -112,10 +112,12 @@ def cover(graph: Graph, price: Price, shapes: Mapping[Ref, Shape] | None = None)
 def training_step(graph: Graph, shapes: Shapes, dtype: str, price: Price, grouped: bool = False) -> Graph:
     """Forward, loss and backward of a training graph, in the form that runs.
 
-    Args: graph: a network in NHWC that ends in SoftmaxOutput. shapes: the shapes of the inputs: `data` (N, H, W, C),
-        and optionally the label. dtype: the type of the tensors: "float16", "bfloat16" or "float32". price: gives the
-        price of each candidate; on a GPU the price is the time (`choice.py`). grouped: BatchNorm's statistics are
-        shared with other GPUs.
+    Args:
+        graph: a network in NHWC that ends in SoftmaxOutput.
+        shapes: the shapes of the inputs: `data` (N, H, W, C), and optionally the label.
+        dtype: the type of the tensors: "float16", "bfloat16" or "float32".
+        price: gives the price of each candidate; on a GPU the price is the time (`choice.py`).
+        grouped: BatchNorm's statistics are shared with other GPUs.
 
     Raises GraphError if the network cannot be trained.
     """

@@ -43,8 +43,11 @@ def repeat(sample: Callable[[], float], limit_seconds: float, least_seconds: flo
            clock: Callable[[], float] = time.perf_counter) -> Timing:
     """Take samples until the standard error of their median is under 1 %, or for `limit_seconds`.
 
-    Args: sample: takes one timing and returns it, in any unit. limit_seconds: no sample begins after this time, but at
-        least one sample is taken. least_seconds: the minimum duration. clock: returns seconds; for tests.
+    Args:
+        sample: takes one timing and returns it, in any unit.
+        limit_seconds: no sample begins after this time, but at least one sample is taken.
+        least_seconds: the minimum duration.
+        clock: returns seconds; for tests.
     """
     start, samples = clock(), [sample()]
     while (spent := clock() - start) < limit_seconds:

@@ -120,11 +120,13 @@ class Optimizer(Protocol):
 class ArrayOptimizer:
     """An `Optimizer` on live arrays of MXNet or NumPy, which are updated in place.
 
-    Args: rule: the optimizer's formula. params, grads: arrays by parameter name; parameters are read and written,
-        gradients are read in every step. weights: the parameters that are weights (`roles.weights`). ema_of: arrays of
-        which moving averages are kept: ema = decay * ema + (1 - decay) * array. rate_factors: factors of the learning
-        rate, by parameter, if not 1 (`roles.rate_factors`). clip_norm: the largest global norm of the gradients; 0: no
-        clipping.
+    Args:
+        rule: the optimizer's formula.
+        params, grads: arrays by parameter name; parameters are read and written, gradients are read in every step.
+        weights: the parameters that are weights (`roles.weights`).
+        ema_of: arrays of which moving averages are kept: ema = decay * ema + (1 - decay) * array.
+        rate_factors: factors of the learning rate, by parameter, if not 1 (`roles.rate_factors`).
+        clip_norm: the largest global norm of the gradients; 0: no clipping.
     """
 
     def __init__(self, rule: Rule, params: Arrays, grads: Arrays, weights: Collection[str],

@@ -42,9 +42,10 @@ def quantise(graph: Graph, scales: Scales, kept: Kept = CLASSIFIER_KEPT) -> Grap
 
     Run this pass after `conv_epilogue`. The new graph needs other parameter values: `quantise_params`.
 
-    Args: graph: an inference graph, from the preceding passes of `pipeline.quantised_passes`. scales: the scales of the
-        tensors that become int8: limit / 127, where the limit is the largest absolute value that is not
-            clipped (`graph_passes/calibration.py`).
+    Args:
+        graph: an inference graph, from the preceding passes of `pipeline.quantised_passes`.
+        scales: the scales of the tensors that become int8: limit / 127, where the limit is the largest absolute value
+            that is not clipped (`graph_passes/calibration.py`).
         kept: the parts that stay in floats.
 
     Raises:

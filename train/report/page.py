@@ -1,7 +1,7 @@
 """The report of a run: report.md, report.html (one file, with all plots in it), PNG plots, report.json and
 dawnbench.tsv.
 
-    python -m train.report.page RUN_FOLDER # makes the report of a run again, from the run's metrics.jsonl
+    python -m train.report.page RUN_FOLDER        # makes the report of a run again, from the run's metrics.jsonl
 """
 
 from __future__ import annotations

@@ -59,11 +59,14 @@ def settings(config: Config, with_sizes: bool = False) -> dict[str, Any]:
 def read(place: str, model: str = "") -> Weights:
     """Read the weights of a run folder, a checkpoint, or a file of another program.
 
-    Args: place: the folder or file. A run folder stands for its best checkpoint, with moving averages if the run keeps
-        them. model: the network to which the weights must belong; "": any known network.
+    Args:
+        place: the folder or file. A run folder stands for its best checkpoint, with moving averages if the run keeps
+            them.
+        model: the network to which the weights must belong; "": any known network.
 
-    Raises: UserError: no weights are found; or the weights are damaged, belong to another network, or would give other
-        results here.
+    Raises:
+        UserError: no weights are found; or the weights are damaged, belong to another network, or would give other
+            results here.
     """
     path = Path(place)
     if not _is_of_others(path):

@@ -20,8 +20,9 @@ Arrays = dict[str, np.ndarray]
 def state_dict(trained: Checkpoint, names: Published | None = None) -> Arrays:
     """The arrays under another library's names, in that library's order, with convolution weights in OIHW, in fp32.
 
-    Args: trained: the network. names: the names of the library; None: torchvision's names, or timm's names if only timm
-        has the network.
+    Args:
+        trained: the network.
+        names: the names of the library; None: torchvision's names, or timm's names if only timm has the network.
 
     `num_batches_tracked`, PyTorch's counter, is the number of optimizer steps. Raises TrainError for a network that
     neither library has.

@@ -113,8 +113,10 @@ def read(path: Path) -> dict[str, np.ndarray]:
     The state_dict is the file's object itself, or is stored in it under one of the usual keys. Prefixes of names from
     DistributedDataParallel and torch.compile are removed.
 
-    Raises: OSError: the file cannot be read. TrainError: the file is not a PyTorch file, is damaged, has an old format,
-        holds more than tensors and plain containers, or has no state_dict.
+    Raises:
+        OSError: the file cannot be read.
+        TrainError: the file is not a PyTorch file, is damaged, has an old format, holds more than tensors and plain
+            containers, or has no state_dict.
     """
     with path.open("rb") as file:
         start = file.read(512)
