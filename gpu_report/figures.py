@@ -45,12 +45,15 @@ class Key(NamedTuple):
 class Figure:
     """One measured or published figure.
 
-    Args: what: the kernel or network, such as "GEMM" or "ResNet-50, 224 pixels". size: its size, such as "5124 x 9124 x
-        2560 TN" or "batch 256". precision: one of PRECISIONS; "" if it has none. value: in `unit`: ms, s, images/sec,
-        GB/s, top-1 %, price. error: standard error of the median divided by the median; None if unknown. limit: the
-        reason, in words, why the timing ended before its error was below 1 %; "" if the error is below 1 %. more:
-        further values by name, such as tflops, of_datasheet, memory_gib, joules_per_image. source: the address of a
-        published figure.
+    Args:
+        what: the kernel or network, such as "GEMM" or "ResNet-50, 224 pixels".
+        size: its size, such as "5124 x 9124 x 2560 TN" or "batch 256".
+        precision: one of PRECISIONS; "" if it has none.
+        value: in `unit`: ms, s, images/sec, GB/s, top-1 %, price.
+        error: standard error of the median divided by the median; None if unknown.
+        limit: the reason, in words, why the timing ended before its error was below 1 %; "" if the error is below 1 %.
+        more: further values by name, such as tflops, of_datasheet, memory_gib, joules_per_image.
+        source: the address of a published figure.
     """
 
     what: str

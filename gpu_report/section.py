@@ -38,11 +38,15 @@ class Bench:
     """The device and the time of a section's measurements; `add`, `keep` and `leave_out` collect the results. After a
     stop, a kill or the end of its time, the next start resumes from `begun`, the results so far.
 
-    Args: placement: the device and its executor. device: the device's name. folder: the report's folder, for the
-        section's own files. seconds: the section's time. A measurement that could begin only after this time is left
-        out, with a note. data: CIFAR-10 in any form that the loader reads; "" if --data is not given. target_accuracy:
-        the top-1, as a fraction, at which the counting of time and cost ends. price_per_hour: the price of the machine,
-        in any currency; 0: unknown. save: writes the section's results so far to disk. Raises UserError.
+    Args:
+        placement: the device and its executor.
+        device: the device's name.
+        folder: the report's folder, for the section's own files.
+        seconds: the section's time. A measurement that could begin only after this time is left out, with a note.
+        data: CIFAR-10 in any form that the loader reads; "" if --data is not given.
+        target_accuracy: the top-1, as a fraction, at which the counting of time and cost ends.
+        price_per_hour: the price of the machine, in any currency; 0: unknown.
+        save: writes the section's results so far to disk. Raises UserError.
     """
 
     placement: Placement

@@ -172,12 +172,12 @@ class Graph:
         return readers[0] if len(readers) == 1 and readers[0].op in ops and ref not in self.outputs else None
 
     def unused_name(self, name: str) -> str:
-        """`name`, or `name_1`, `name_2`, ... if a node already has it."""
+        """`name`, or the first of `name_1`, `name_2`, ... that no node has."""
         return unused_name(name, self.nodes)
 
     def infer_shapes(self, inputs: Mapping[str, Sequence[int]]) -> dict[Ref, Shape]:
-        """Shape of every output of every node, variables included, from the shapes of the input variables. A variable
-        whose shape no operator tells has it as a hint (`__shape__`).
+        """Shape of every output of every node, variables included, from the shapes of the input variables. If no
+        operator determines the shape of a variable, the variable must have the shape as a hint (`__shape__`).
 
         Raises GraphError for an unknown input, an operator without a shape rule, and shapes that do not fit.
         """
@@ -247,7 +247,7 @@ class Graph:
 
     @classmethod
     def load(cls, path: str | Path) -> Graph:
-        """Read a Symbol JSON file, as `symbol.save(path)` writes it."""
+        """Read a Symbol JSON file that `symbol.save(path)` has written."""
         try:
             if Path(path).exists() and not Path(path).is_file():  # reading a pipe would block forever
                 raise OSError(errno.EINVAL, "it is not a regular file")
@@ -282,8 +282,9 @@ class Graph:
             raise GraphError(f"{source} is damaged or not a graph of MXNet ({kind}: {error}): {hint}") from None
 
     def to_json(self, indent: int | None = 2) -> str:
-        """MXNet's Symbol JSON. Fused operators keep our names, which stock MXNet cannot load. `indent`: None writes all
-        on one line, in a third of the time."""
+        """MXNet's Symbol JSON. Fused operators keep our names, which stock MXNet cannot load. `indent`: None writes the
+        text on one line, which takes a third of the time.
+        """
         ids = {name: i for i, name in enumerate(self.nodes)}
         versions: Counter[str] = Counter()  # nnvm counts how often a variable has been written
         nodes, row = [], [0]
@@ -314,7 +315,7 @@ def unused_name(name: str, taken: Container[str]) -> str:
 
 
 def _hinted(node: Node) -> Shape | None:
-    """The complete shape that a variable has as a hint. MXNet writes 0 for an unknown size."""
+    """The shape in a variable's hint, if all sizes are known, otherwise None. MXNet writes 0 for an unknown size."""
     shape = ast.literal_eval(node.attrs.get("__shape__", "()")) if node.is_variable else ()
     return shape if shape and 0 not in shape else None
 
@@ -327,7 +328,8 @@ def _from_document(cls: type[Graph], document: dict[str, Any]) -> Graph:
         op, name = _OLD_NAMES.get(entry["op"], entry["op"]), entry["name"]
         if entry.get("subgraphs"):
             raise GraphError(f"node '{name}' ({op}) holds a graph of its own: control flow is not supported, unroll it")
-        if op != VARIABLE and taken[name] > 1:  # MXNet lets operators share a name; here a name is an identity
+        # MXNet allows several operators with one name; here a name must identify a node
+        if op != VARIABLE and taken[name] > 1:
             taken[name] -= 1
             name = f"{name}_{number}"
         inputs = []
@@ -337,7 +339,8 @@ def _from_document(cls: type[Graph], document: dict[str, Any]) -> Graph:
             inputs.append(Ref(nodes[source].name, index))
         hints = {f"__{key}__" if key in _OLD_HINTS else key: value for key, value in entry.get("attr", {}).items()}
         attrs = {**entry.get("param", {}), **hints, **entry.get("attrs", {})}
-        # MXNet knows best, for operators that are not in our table and for hidden outputs (a workspace of Pooling).
+        # MXNet's number is used, because our table lacks some operators and hidden outputs (such as a workspace of
+        # Pooling).
         num_outputs = rows[number + 1] - rows[number] if rows else 0
         nodes.append(Node(op, name, tuple(inputs), attrs, num_outputs))
     outputs = [Ref(nodes[source].name, index) for source, index, *_ in document["heads"]]

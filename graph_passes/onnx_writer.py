@@ -21,10 +21,10 @@ from graph_passes.passes.quantise import Layer, layers
 if TYPE_CHECKING:
     import onnx
 
-OPSET = 17  # from early 2022: all current runtimes read it
-IR_VERSION = 8  # the IR version of that opset
+OPSET = 17  # opset of early 2022, which all current runtimes read
+IR_VERSION = 8  # IR version of this opset
 
-CONSTANT = "_constant"  # between the name of a node and the number of one of its constants
+CONSTANT = "_constant"  # separates the name of a node from the number of one of its constants
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -35,8 +35,9 @@ def is_constant(name: str) -> bool:
 
 
 class OnnxOperator(NamedTuple):
-    """An ONNX operator. Its inputs are the node's inputs, or those with the numbers `inputs`, after the result of the
-    preceding ONNX operator if there is one; then the constants."""
+    """An ONNX operator. Its inputs are the node's inputs, or the inputs with the numbers `inputs`. If an ONNX operator
+    precedes, its result comes before these inputs. The constants come last.
+    """
 
     op_type: str
     attributes: Mapping[str, Any] = {}
@@ -47,16 +48,15 @@ class OnnxOperator(NamedTuple):
 
 @dataclass(frozen=True)
 class Qdq:
-    """How INT8 is written in the QDQ form: QuantizeLinear and DequantizeLinear around the tensors that are to be
-    integers.
+    """How INT8 is written in the QDQ form: QuantizeLinear and DequantizeLinear around the tensors that become integers.
 
     `graph`: the same network, quantised (`passes/quantise.py`). `params`: its parameters, with weights in the layout of
     the written graph. `unsigned` is for ONNX Runtime on CPUs, which computes ReLU and sums in floats if they are int8
-    with zero point 0. With it, tensors are uint8 with the same scale and zero point 0 after a ReLU and 128 elsewhere,
-    and addends are also rounded before a sum, by their entry of `scales`. TensorRT supports int8 with zero point 0
-    only. With `unsigned`, a convolution of possibly negative data, such as the first one, reads floats: with zero point
-    128 the integers reach 255, and without VNNI ONNX Runtime saturates sums of two products at 16 bits. That cost a
-    ResNet-18 5 points of top-1.
+    with zero point 0. With `unsigned`, tensors are uint8 with the same scale and zero point 0 after a ReLU and 128
+    elsewhere, and addends are also rounded before a sum, by their entry of `scales`. TensorRT supports int8 with zero
+    point 0 only. With `unsigned`, a convolution of possibly negative data, such as the first one, reads floats: with
+    zero point 128 the integers reach 255, and without VNNI ONNX Runtime saturates sums of two products at 16 bits. This
+    saturation cost a ResNet-18 5 points of top-1.
     """
 
     graph: Graph
@@ -74,7 +74,7 @@ def to_onnx(graph: Graph, arrays: Arrays, input_shape: tuple[int, int, int], qdq
             SigmoidOutput a Sigmoid, a CustomOutput one of the two.
         arrays: parameters and running statistics by variable name, in the graph's layout, fp32.
         input_shape: (C, H, W) of an image.
-        qdq: the part of it that is to be INT8, by node names; None: nothing.
+        qdq: the part of the graph that becomes INT8, by node names; None: no part.
         output_name: name of the output.
 
     Returns:
@@ -95,7 +95,8 @@ def to_onnx(graph: Graph, arrays: Arrays, input_shape: tuple[int, int, int], qdq
         names[Ref(node.name)] = node.name
         if node.is_variable:
             if node.name in arrays:
-                weights[node.name] = np.asarray(arrays[node.name], np.float32)  # INT8 replaces it where it is read
+                # readers in INT8 use the integer form instead
+                weights[node.name] = np.asarray(arrays[node.name], np.float32)
             elif node.name not in {"data", *labels}:
                 raise GraphError(f"the parameter '{node.name}' is missing: export from a complete checkpoint")
             elif integers and node.name == "data":
@@ -103,7 +104,7 @@ def to_onnx(graph: Graph, arrays: Arrays, input_shape: tuple[int, int, int], qdq
             continue
         if node.op == "BatchNorm" and node["fix_gamma"]:
             weights[node.inputs[1].node] = np.ones_like(weights[node.inputs[1].node])
-        if node.op == "LeakyReLU" and node["act_type"] == "prelu":  # its slopes are along the channels
+        if node.op == "LeakyReLU" and node["act_type"] == "prelu":  # the slopes of PReLU are along the channels
             slopes = node.inputs[1].node
             weights[slopes] = weights[slopes].reshape(-1, 1, 1)
         if node.op not in OPERATORS:
@@ -112,7 +113,7 @@ def to_onnx(graph: Graph, arrays: Arrays, input_shape: tuple[int, int, int], qdq
         operators = OPERATORS[node.op](node)
         inputs = integers.inputs(node) if integers else [names[ref] for ref in node.inputs]
         if node.op in LOSSES:
-            del inputs[1]  # the label
+            del inputs[1]  # removes the label
         elif node.op == "FullyConnected" and node["flatten"] and graph[node.inputs[0].node].op != "Flatten":
             flat = f"{node.name}_flatten"  # Gemm does not flatten its input
             nodes.append(helper.make_node("Flatten", inputs[:1], [flat], flat, axis=1))
@@ -171,10 +172,10 @@ class _Integers:
                 self._not_negative.add(node.name)
             elif qdq.unsigned and any(each.op == "Convolution" for each in graph.consumers.get(Ref(node.name), ())):
                 self._scales.pop(node.name, None)
-        self._dequantised: dict[str, str] = {}  # tensor -> name of its dequantised form
+        self._dequantised: dict[str, str] = {}  # tensor -> name of the tensor's dequantised form
 
     def _is_computed(self, node: Node) -> bool:
-        """Whether it is inside a node in INT8."""
+        """Whether the node's output stays inside a fused node in INT8."""
         if node.op in ("Convolution", "FullyConnected"):
             return node.inputs[1].node in self._layers
         if node.op == "elemwise_add":
@@ -193,7 +194,7 @@ class _Integers:
         return self._dequantised.get(ref.node, ref.node) if is_integer else ref.node
 
     def add(self, node: Node) -> None:
-        """Add the nodes after a node: if its tensor is to be integers, quantise and dequantise."""
+        """Add the nodes after a node: QuantizeLinear and DequantizeLinear, if the node's tensor becomes integers."""
         if node.name not in self._scales:
             return
         if self._qdq.unsigned:
@@ -230,7 +231,7 @@ class _Integers:
         return output
 
 
-OnnxOperators = Sequence[OnnxOperator]  # ONNX operators of one node, each reading the result of the one before
+OnnxOperators = Sequence[OnnxOperator]  # ONNX operators of one node, each reading the result of the previous operator
 _IMAGES_LAST, _IMAGES_FIRST = (0, 2, 3, 1), (0, 3, 1, 2)  # channels last, and first again
 
 
@@ -260,7 +261,7 @@ def _layer_norm(node: Node) -> OnnxOperators:
     """ONNX normalises the last dimensions, so images are transposed to channels-last and back."""
     _require(node, "axis", 1, 3, -1)
     attributes = {"axis": -1, "epsilon": node["eps"]}
-    if node["axis"] in (3, -1):  # of images in NCHW, or of any tensor
+    if node["axis"] in (3, -1):  # along the channels of images in NCHW, or along the last dimension of any tensor
         return [OnnxOperator("LayerNormalization", attributes)]
     return [OnnxOperator("Transpose", {"perm": _IMAGES_LAST}, inputs=(0,)),
             OnnxOperator("LayerNormalization", attributes, inputs=(1, 2)),

@@ -6,7 +6,7 @@
 The passes of a list rewrite the graph, one after the other. The pass `cover` fuses: it lists all candidates by the
 rules of the kernels (`executors/cuda/kernels/`) and takes the candidates of the least total price (`cover.py`), so the
 order of the rules does not matter. Executors, the memory check, `python -m graph_passes show` and the tests call these
-functions. A new pass is one line here.
+functions. A new pass needs one line in this file.
 """
 
 from __future__ import annotations
@@ -73,8 +73,9 @@ def inference_passes(dtype: str, price: Price) -> dict[str, Pass]:
 
 
 def quantised_passes(dtype: str, scales: Scales, kept: Kept = CLASSIFIER_KEPT) -> dict[str, Pass]:
-    """The passes of inference in INT8 by name, in order. `dtype`: of the layers that stay in floats. Convolutions are
-    quantised one by one."""
+    """The passes of inference in INT8 by name, in order. `dtype`: the type of layers that stay in floats. Convolutions
+    are quantised one by one.
+    """
     listed: dict[str, Pass] = {
         **inference_passes(dtype, fewest),
         "conv_epilogue": lambda graph: conv_epilogue(saturate_clip(graph), groups=True),
@@ -84,7 +85,9 @@ def quantised_passes(dtype: str, scales: Scales, kept: Kept = CLASSIFIER_KEPT) -
 
 
 def gpu_quantised_passes(dtype: str, scales: Scales, kept: Kept, price: Price) -> dict[str, Pass]:
-    """The passes of inference in INT8 on a GPU: the same integers, in the forms that its kernels take."""
+    """The passes of inference in INT8 on a GPU: the integers do not change, but tensors get the forms that the GPU's
+    kernels read.
+    """
     return {
         **quantised_passes(dtype, scales, kept),
         "quantise_squares": quantise_squares,
@@ -93,8 +96,9 @@ def gpu_quantised_passes(dtype: str, scales: Scales, kept: Kept, price: Price) -
 
 
 def candidates(graph: Graph, shapes: Mapping[Ref, Shape] | None = None) -> Candidates:
-    """All candidates for the tensors of a graph that is not fused yet. `shapes`: of its tensors; without them, rules
-    that depend on shapes find nothing."""
+    """All candidates for the tensors of a graph that is not fused yet. `shapes`: the shapes of the graph's tensors;
+    without shapes, rules that depend on shapes find nothing.
+    """
     table = Candidates(graph, shapes or {})
     table.apply(RULES)
     return table
@@ -106,13 +110,13 @@ def cover(graph: Graph, price: Price, shapes: Mapping[Ref, Shape] | None = None)
 
 
 def training_step(graph: Graph, shapes: Shapes, dtype: str, price: Price, grouped: bool = False) -> Graph:
-    """Forward, loss and backward of a training graph, as it will run.
+    """Forward, loss and backward of a training graph, in the form that runs.
 
     Args:
         graph: a network in NHWC that ends in SoftmaxOutput.
-        shapes: of its inputs: `data` (N, H, W, C), and optionally the label.
-        dtype: of its tensors: "float16", "bfloat16" or "float32".
-        price: of each candidate; on a GPU its time (`choice.py`).
+        shapes: the shapes of the inputs: `data` (N, H, W, C), and optionally the label.
+        dtype: the type of the tensors: "float16", "bfloat16" or "float32".
+        price: gives the price of each candidate; on a GPU the price is the time (`choice.py`).
         grouped: BatchNorm's statistics are shared with other GPUs.
 
     Raises GraphError if the network cannot be trained.
@@ -121,7 +125,7 @@ def training_step(graph: Graph, shapes: Shapes, dtype: str, price: Price, groupe
 
 
 def inference(graph: Graph, dtype: str, price: Price) -> Graph:
-    """The forward pass with running statistics, as it will run, with the parameters of `fold_bn_params`."""
+    """The forward pass with running statistics, in the form that runs, with the parameters of `fold_bn_params`."""
     return run(inference_passes(dtype, price), graph)
 
 

@@ -1,4 +1,4 @@
-"""The key under which times are kept: everything that a candidate's time depends on, in words that people can read."""
+"""The key under which times are stored: a readable text with all properties on which a candidate's time depends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Tensors:
         inputs = {name: shape for name, shape in input_shapes.items() if name in graph.nodes}
         self.shapes, self.dtypes = dict(table.shapes) or graph.infer_shapes(inputs), tensor_dtypes(graph)
         waiting = [each for each in table if each.is_fused and not each.made <= self.shapes.keys()]
-        while waiting:  # for a tensor that only another rule's operator produces
+        while waiting:  # a node waits if only the operator of another rule produces its input
             ready = [each for each in waiting if {*each.node.inputs} <= self.shapes.keys()]
             for each in ready:
                 for ref, shape, dtype in zip(each.writes, self.outputs(each.node), node_dtypes(each.node), strict=True):
@@ -33,8 +33,9 @@ class Tensors:
         return [tuple(shape) for shape in outputs]
 
     def problem(self, each: Candidate, dtype: str) -> str:
-        """Operator and kernel, window, and the shapes of the images, weights and stochastic-depth factors that it
-        reads, for a network in this dtype."""
+        """Operator and kernel, window, and the shapes of the images, weights and stochastic-depth factors that the
+        candidate reads, for a network in this dtype.
+        """
         node = each.node
         roles = OPERATORS[node.op].input_names(node)
         sizes = ", ".join("x".join(map(str, self.shapes[ref])) for role, ref in zip(roles, node.inputs, strict=True)

@@ -9,8 +9,9 @@ from graph_passes.operators import BATCH_NORMS, OPERATORS
 
 
 class Use(NamedTuple):
-    """The operator that reads a parameter, and the input as which it reads it: "weight", "bias", "gamma", "beta", or
-    "parameters" for all parameters of a recurrent layer."""
+    """The operator that reads a parameter, and the role of the parameter as an input: "weight", "bias", "gamma",
+    "beta", or "parameters" for all parameters of a recurrent layer.
+    """
 
     node: Node
     input: str
@@ -34,7 +35,7 @@ def _factor(graph: Graph, node: Node) -> Use | None:
     return Use(product, "gamma") if product else None
 
 
-RATE_FACTOR = "__lr_mult__"  # MXNet's attribute of a parameter by which its Module multiplies the learning rate
+RATE_FACTOR = "__lr_mult__"  # attribute of a parameter by which MXNet's Module multiplies the learning rate
 
 
 def rate_factors(graph: Graph) -> dict[str, float]:
@@ -74,8 +75,9 @@ CLASSIFIERS = ("FullyConnected", "Convolution")
 
 
 def classifier(graph: Graph) -> Node:
-    """The layer whose outputs are the classes' scores: the last one that is fully connected or a convolution. What may
-    follow a convolution (SqueezeNet's ReLU and global pooling) keeps one channel for each class."""
+    """The layer whose outputs are the classes' scores: the last one that is fully connected or a convolution. Operators
+    that may follow a convolution (SqueezeNet's ReLU and global pooling) keep one channel for each class.
+    """
     return next(node for node in reversed(list(graph)) if node.op in CLASSIFIERS)
 
 
@@ -95,8 +97,8 @@ def branches(graph: Graph) -> dict[str, Ref]:
     """The end of each residual branch, by the sum that reads it, from the first block to the last. The graph must not
     be fused yet.
 
-    Both summands are computed from a common tensor. The branch is the one with more operators in between; the other is
-    the shortcut, which is the common tensor itself or a projection of it.
+    Both summands are computed from a common tensor. The branch is the summand with more operators in between; the other
+    summand is the shortcut, which is the common tensor itself or a projection of it.
     """
     found = {}
     for node in graph:

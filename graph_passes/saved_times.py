@@ -1,7 +1,7 @@
-"""Times that were measured on a GPU earlier, by which a cover can be shown on a machine without one.
+"""Times that were measured on a GPU earlier, with which a cover can be shown on a machine without a GPU.
 
 A file in `times/` has one kind of times, from one GPU. Kinds are never mixed: a kernel in isolation takes up to twice
-as long as in a step. A problem without a saved time is no candidate: a modelled time would decide wrongly.
+as long as in a step. A kernel without a saved time is not a candidate, because a modelled time would decide wrongly.
 """
 
 from __future__ import annotations

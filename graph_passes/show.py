@@ -111,7 +111,9 @@ def _pass_table(title: str, before: Graph, stages: Stages) -> Table:
 
 
 def _price(graph: Graph, shapes: Mapping[str, Shape], options: ShowOptions) -> tuple[Price, Callable[[], str]]:
-    """The prices for the cover, and the text shown afterwards: times of a GPU, saved times of such a step, or none."""
+    """The prices for the cover, and the text shown afterwards: times of a GPU, saved times of an equal step, or no
+    times.
+    """
     if options.gpu is not None:
         step = _built(graph, shapes, options.dtype, options.gpu)
         return step.price, lambda: f"Chosen on GPU {options.gpu}:\n{format_choices(step.choices)}"

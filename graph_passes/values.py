@@ -1,4 +1,4 @@
-"""Value numbering: tensors that are the same expression of the variables have the same number, with or without fusions.
+"""Value numbering: tensors that are equal expressions of the variables have equal numbers, with or without fusions.
 
     number(graph)    # each tensor by its Ref -> its number in a table of expressions
 
@@ -16,7 +16,7 @@ from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import OPERATORS, output_size, window
 from graph_passes.operators.body import Body
 
-# Attributes of how something is computed or stored, not of its value.
+# Attributes that determine how a tensor is computed or stored, but not its value.
 _HOW = ("algorithm", "dtype", "no_output", "part_of", "tile", "workspace")
 
 
@@ -37,7 +37,7 @@ class Values:
         self._expressions: list[Expression] = []
 
     def __call__(self, op: str, *inputs: int, attrs: Sequence[Any] = (), output: int = 0) -> int:
-        """The number of an expression. A sum has the same number in either order."""
+        """The number of an expression. a + b and b + a have one number."""
         ordered = tuple(sorted(inputs)) if op == "add" else inputs
         expression = Expression(op, ordered, tuple(attrs), output)
         if expression not in self._numbers:
@@ -109,8 +109,9 @@ class _Numbers(Body):
         return self.values("bias", data, bias)
 
     def dgrad(self, gradient: int, weight: int) -> int:
-        """A strided 1x1 convolution skips pixels: its gradient is the gradient of the pixels that it reads, and 0
-        elsewhere."""
+        """A strided 1x1 convolution skips pixels. Its data gradient is the gradient of the pixels that the convolution
+        reads, and 0 at all other pixels.
+        """
         node, shape = self.node, self.node["data_shape"]
         kernel, stride, pad, _ = window(node)
         if kernel != (1, 1) or pad != (0, 0) or stride == (1, 1) or node["layout"] != "NHWC":
@@ -191,7 +192,6 @@ class _Numbers(Body):
     def saturated(self, x: int) -> int:
         return self.values("saturated", x)
 
-    # --- what has no body ---
 
     def primitive(self, inputs: Sequence[int] | None = None) -> list[int]:
         node = self.node

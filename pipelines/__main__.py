@@ -18,7 +18,9 @@ COMMANDS = {
 
 
 def main(arguments: list[str]) -> int:
-    """Run one command and return its exit code. A user's mistake is printed in one sentence and returns 2."""
+    """Run one command and return its exit code. A user's mistake is printed as one sentence, and the exit code is then
+    2.
+    """
     return exit_code_of(partial(run_command, COMMANDS, arguments, prog="python -m pipelines"))
 
 

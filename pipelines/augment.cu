@@ -5,9 +5,9 @@
 // window, as a fraction; 0 for none), SOLARISES and ERASES (whether any image is solarised or erased), CHANNELS, BLOCK
 // (threads of a block), and HALF if the batch is fp16.
 //
-// Resized images are changed in rounds. In each round, every image has one `Change`, with its own family and numbers. The
-// last round also writes the batch; without rounds, the resize does. So there are only as many launches as rounds, whatever
-// the images' operations are. Between rounds pixels are bytes, as in Pillow.
+// Resized images are changed in rounds. In each round, every image has one `Change`, with its own family and numbers.
+// The last round also writes the batch; without rounds, the resize writes it. So the number of launches depends only on
+// the number of rounds, not on the images' operations. Between rounds pixels are bytes, as in Pillow.
 //
 // Shapes: N images of H x W pixels. windows: (N,), each of its own size. x: the resized images, (N, H, W, 3) uint8.
 // changes: (N, rounds). finishes: (N,). statistics: (N, 3).
@@ -24,11 +24,12 @@ struct Window {
 // The change of one image in one round. Layout: CHANGE in augment.py.
 struct Change {
     int family;
-    float place[2][3];                // WARP: maps a position (x, y, 1) in the output to one in the input, in pixels
+    float place[2][3];  // WARP: maps a position (x, y, 1) in the output to a position in the input, in pixels
     float colour[3][4];               // MATRIX, COLOURS: maps a colour (R, G, B, 1) to the new colour
     float centre;                     // COLOURS: fraction of the image's mean grey to add
     float factor;                     // CONTRAST, SHARPNESS
-    int threshold, mask, lift;        // BITS: invert values from here on; bits to keep; add this to values below 128
+    // BITS: threshold: values from here on are inverted; mask: bits to keep; lift: added to values below 128
+    int threshold, mask, lift;
     float sigma;                      // BLUR_X, BLUR_Y: standard deviation, in pixels
 };
 
@@ -74,8 +75,8 @@ struct Colour {
     __device__ float &operator[](int c) { return channel[c]; }
 };
 
-// Adding 2^23, whose lowest mantissa bit is worth 1, rounds to a whole number. A conversion instruction would take as long
-// as eight additions.
+// Adding 2^23 rounds to a whole number, because the lowest mantissa bit then has the value 1. A conversion instruction
+// would take as long as eight additions.
 constexpr float UNITS = 8388608.f;
 
 // Both round to the nearest byte value: `to_level` returns a float, `to_byte` a byte.
@@ -85,12 +86,12 @@ __device__ inline uint8 to_byte(float v) { return uint8(__float_as_uint(fminf(fm
 // Clamp to 0..255 and truncate, as Pillow does.
 __device__ inline float cut(float v) { return truncf(fminf(fmaxf(v, 0.f), 255.f)); }
 
-// Pillow's Image.blend.
+// Computes Pillow's Image.blend.
 __device__ inline float blend(float from, float to, float factor) { return cut(from + factor * (to - from)); }
 
 __device__ inline float grey(float r, float g, float b) { return 0.299f * r + 0.587f * g + 0.114f * b; }
 
-// One image.
+// A uint8 image with reading functions.
 struct Image {
     const uint8 *pixels;
     int height, width;
@@ -123,7 +124,7 @@ __device__ inline int reflected(int at, int size) {
     return size > 1 ? at : 0;
 }
 
-// Blends Pillow's ImageFilter.SMOOTH with the image. The outermost pixels stay as they are.
+// Blends Pillow's ImageFilter.SMOOTH with the image. The outermost pixels are unchanged.
 __device__ inline Colour sharpened(const Image &image, int y, int x, float factor) {
     Colour here = image.at(y, x), sum = {{0, 0, 0}};
     if (y == 0 || x == 0 || y == image.height - 1 || x == image.width - 1) return here;
@@ -199,12 +200,12 @@ __device__ inline Pixel finished(Colour colour, int row, int column, const Finis
 __device__ inline int clamped(int at, int low, int high) { return at < low ? low : at > high ? high : at; }
 
 // The resize in one direction, equal to DALI's. An output pixel is the mean of the input pixels around its position,
-// weighted by distance; where the image shrinks, the range of input pixels grows accordingly. Beyond the border, the
-// outermost pixel is repeated.
+// weighted by distance. If the image shrinks, the range of input pixels grows by the same factor. Beyond the border,
+// the outermost pixel is repeated.
 template <bool CUBIC> struct Axis {
     int input;        // pixels
     float scale;      // input pixels per output pixel
-    float narrowing;  // 1 / scale where the image shrinks, else 1: multiplies distances
+    float narrowing;  // factor of distances: 1 / scale if the image shrinks, otherwise 1
     float reach;      // input pixels that count on each side
 
     __device__ Axis(int input, int output) : input(input) {
@@ -234,12 +235,12 @@ __device__ inline Rectangle hole_of(const Window &window, const Finish &how) {
 constexpr int ROWS = 8;     // output rows per block; their pixels share the weights of a column
 constexpr int CHUNK = 512;  // input columns in shared memory at a time
 constexpr int PIXELS = 4;   // input pixels that a thread sums at a time: three words
-constexpr int PAIR = 2;     // output rows that a thread sums for at a time: they read mostly equal input rows
-constexpr int BLOCKS = 3;   // resident blocks per multiprocessor: some sum while others wait for input
+constexpr int PAIR = 2;  // output rows that a thread computes at a time, which share most input rows
+constexpr int BLOCKS = 3;  // resident blocks per multiprocessor, so that some compute while others wait for input
 using Sums = float[ROWS][3][CHUNK];
 
-// A window read in words of four bytes, as a GPU reads a word as fast as a byte. The first and the last word may reach
-// beyond the window.
+// Reads a window in words of four bytes, because a GPU reads a word as fast as a byte. The first and the last word may
+// reach beyond the window.
 struct Words {
     const uint32 *words;
     uint32 before, last;  // bytes of the first word before the window; index of the last word
@@ -322,7 +323,8 @@ __device__ inline void resized(const Window window, const Finish &how, int heigh
             sum_rows(window, hole, down, top, height, start, stop - start, sums);
             __syncthreads();
             if (x >= width) continue;
-            int from = along.first(x), to = along.last(x);  // limited to this chunk below; the first and last chunks also
+            // range of input columns, limited to this chunk below; the first and last chunks also
+            int from = along.first(x), to = along.last(x);
                                                             // serve the positions beyond the border
             if (start > begin && from < start) from = start;
             if (stop < end && to >= stop) to = stop - 1;
@@ -371,7 +373,7 @@ resize_and_finish(const Window *windows, const Finish *finishes, Pixel *__restri
     });
 }
 
-// A round other than the last. Shapes: y like x. One thread per pixel; blockIdx.y is the image.
+// A round other than the last. Shapes: y has the shape of x. One thread per pixel; blockIdx.y is the image.
 extern "C" __global__ void change_images(const uint8 *__restrict__ x, const Change *changes, const Statistics *statistics,
                                          uint8 *__restrict__ y, int height, int width, int round, int rounds) {
     const int at = blockIdx.x * blockDim.x + threadIdx.x, pixels = height * width, n = blockIdx.y;
@@ -393,7 +395,8 @@ extern "C" __global__ void finish_images(const uint8 *__restrict__ x, const Chan
     y[1ll * n * pixels + at] = finished(colour, row, column, finishes[n]);
 }
 
-constexpr int HISTOGRAMS = 8;  // several, because threads that increment one entry at once wait for each other
+// several histograms, because threads that increment one entry at the same time wait for each other
+constexpr int HISTOGRAMS = 8;
 
 // Before a round: measures the statistics that its families need. One block per channel (blockIdx.x) of an image
 // (blockIdx.y).

@@ -1,10 +1,11 @@
 """Augmentation on a GPU: a few launches of our own kernels (augment.cu) augment a whole decoded batch.
 
-DALI has one operator for each operation, and each operator launches its own kernels: a policy's fifteen operations
-took about sixty launches, and RandAugment took twice that. Here one launch resizes all windows of a batch, whatever
-their sizes. Then each round is one launch that applies to every image of the batch the operation drawn for that image.
-The last round also erases, normalises and writes the batch; without rounds, the resize launch does that. So plain
-crops and flips take one launch, TrivialAugment takes three (one measures the images that need it), RandAugment five.
+DALI has one operator for each operation, and each operator launches its own kernels: a policy's fifteen operations took
+about sixty launches, and RandAugment took twice that. Here one launch resizes all windows of a batch, whatever their
+sizes. Then each round is one launch that applies to every image of the batch the operation drawn for that image. The
+last round also erases, normalises and writes the batch; without rounds, the resize launch does that. So plain crops and
+flips take one launch. TrivialAugment takes three launches, of which one measures the images that need statistics.
+RandAugment takes five.
 
 On the CPU, graph.py passes the numbers that describe the operations (operations.py) to DALI's operators instead.
 """
@@ -27,7 +28,7 @@ FAMILY_NUMBER = {
     name: number
     for number, name in enumerate(("identity", *dict.fromkeys(FAMILIES.values()), "colours", "blur_x", "blur_y"))
 }
-MEASURED = {"contrast", "auto_contrast", "equalize"}  # families that need statistics of the whole image
+MEASURED = {"contrast", "auto_contrast", "equalize"}  # families of operations that need statistics of the whole image
 # Layouts of the structs Window, Change and Finish in augment.cu.
 WINDOW = np.dtype([("address", np.uint64), ("height", np.int32), ("width", np.int32)])
 CHANGE = np.dtype([
@@ -37,13 +38,15 @@ CHANGE = np.dtype([
 FINISH = np.dtype([
     ("mirror", np.int32), ("cubic", np.int32), ("hole", np.float32, 2), ("solarise", np.int32), ("erased", np.int32, 4),
 ])  # fmt: skip
-STATISTICS_BYTES = 4 + 256  # for one channel of one image
-BLOCK, MEASURING_BLOCK = 256, 1024  # threads
+STATISTICS_BYTES = 4 + 256  # bytes of the statistics of one channel of one image
+BLOCK, MEASURING_BLOCK = 256, 1024  # threads of a block
 RESIZED_ROWS = 8  # output rows per block: ROWS in augment.cu
 
 
 def measured_rounds(transform: ImageTransform) -> list[bool]:
-    """One entry per round: whether some images may need measuring before it. Empty if no round follows the resize."""
+    """One entry per round: whether some images may need statistics before the round. Empty if no round follows the
+    resize.
+    """
     is_measured = transform.auto_augment != "none" and not MEASURED.isdisjoint(policies.families(transform))
     rounds = [is_measured] * policies.num_operations(transform)
     if transform.changes_colours:
@@ -53,7 +56,7 @@ def measured_rounds(transform: ImageTransform) -> list[bool]:
 
 
 def num_arrays(transform: ImageTransform) -> int:
-    """How many arrays `changes` returns."""
+    """The number of arrays that `changes` returns."""
     return 2 if measured_rounds(transform) else 1
 
 
@@ -87,7 +90,7 @@ def changes(
     if transform.random_erasing:
         top, left = values.erased_from.T
         height, width = values.erased_size.T
-        if transform.auto_augment == "none":  # the rectangle was drawn for the image before its flip, as on the CPU
+        if transform.auto_augment == "none":  # the rectangle was drawn for the unflipped image, as on the CPU
             left = np.where(inputs.mirror, inputs.size[:, 1] - width - left, left)
         corners = np.stack([top, left, top + height, left + width], axis=1)
         finish["erased"] = np.where(values.erased[:, None], corners, 0)
@@ -106,7 +109,7 @@ def _operation(these: Numbers) -> np.ndarray:
 
 
 class Device(Protocol):
-    """Where the kernels run: GpuDevice of gpu.py."""
+    """The device that runs the kernels: GpuDevice of gpu.py."""
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
         """Allocate an array on the device."""
@@ -132,7 +135,7 @@ class Augmenter:
         self._dtype, self._channels, self._device = dtype, channels, device
 
     def __call__(self, size: tuple[int, int], windows: np.ndarray, finishes: int, changes: int = 0) -> Any:
-        """Make the batch of `size` (H, W) from N decoded windows; it is complete when this returns.
+        """Make the batch of `size` (H, W) from N decoded windows; the batch is complete when this method returns.
 
         `windows` is (N,) of WINDOW, with uint8 pixels. `finishes` and `changes` are the device addresses of the arrays
         that the function `changes` returned for these windows.
@@ -167,7 +170,7 @@ class Augmenter:
 
 
 def source_code(transform: ImageTransform, dtype: str, channels: int) -> str:
-    """augment.cu, preceded by definitions of the constants that it leaves open."""
+    """augment.cu, preceded by definitions of the constants that augment.cu needs."""
 
     def floats(name: str, values: Iterable[float]) -> str:
         return f"__constant__ float {name}[] = {{{', '.join(f'{value:.9e}f' for value in values)}}};"

@@ -23,7 +23,8 @@ def draw_balanced(images_by_class: Sequence[np.ndarray], balance: float, rng: np
     shares = sizes ** (1 - balance)
     wanted = shares * (sizes.sum() / shares.sum())
     counts = np.floor(wanted).astype(int)
-    # Images left over by rounding down go to the classes that lost most; ties are broken anew in each epoch.
+    # Rounding down leaves some images over. They go to the classes that lost most by rounding; ties are broken anew in
+    # each epoch.
     left = sizes.sum() - counts.sum()
     counts[np.lexsort((rng.permutation(len(sizes)), (counts - wanted).round(9)))[:left]] += 1
     return np.concatenate([_draw(images, count, rng) for images, count in zip(images_by_class, counts, strict=True)])

@@ -57,7 +57,8 @@ def _changes(config: LoaderConfig) -> list[dict[str, Any]]:
 
 def time_loader(loader: DaliLoader, seconds: float) -> LoaderSpeed:
     """Time a new loader for about `seconds` after a warm-up that fills its queues, and close it. Raises DataError."""
-    # The time of a single batch jumps with how full the queue is; an interval of a tenth of `seconds` averages that.
+    # The time of a single batch depends on how full the queue is; an interval of a tenth of `seconds` averages over
+    # this.
     step_ms: list[float] = []
     with loader:
         for _ in range(loader.config.prefetch + 2):

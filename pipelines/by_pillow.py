@@ -1,7 +1,7 @@
-"""Decodes images with Pillow where DALI decodes them wrongly or refuses them although they are valid.
+"""Decodes valid images with Pillow if DALI decodes them wrongly or refuses them.
 
-An image's header tells whether DALI decodes it wrongly. The cases were found by comparing DALI and Pillow on all kinds
-of files that are read (DALI 2.4; tests/pipelines/test_kinds_of_images.py). DALI inverts a CMYK JPEG without Adobe's
+An image's header tells whether DALI decodes it wrongly. These cases were found by comparing DALI and Pillow on all
+kinds of supported files (DALI 2.4; tests/pipelines/test_kinds_of_images.py). DALI inverts a CMYK JPEG without Adobe's
 marker, takes a PPM's largest value for 255 whatever its header says, blends a grey TIFF with its alpha channel, takes
 L*a*b* for RGB, and refuses some WebP files with EXIF data.
 """
@@ -19,16 +19,18 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps
 
-Read = Callable[[int, int], bytes]  # (offset, count) -> these bytes of an encoded image, fewer at its end
+# (offset, count) -> `count` bytes of an encoded image from `offset` on; fewer at its end
+Read = Callable[[int, int], bytes]
 
 _STANDALONE = frozenset({0x01, *range(0xD0, 0xDA)})  # JPEG markers that no segment follows
 _NO_FRAMES = frozenset({0xC4, 0xC8, 0xCC})  # JPEG markers from 0xC0 to 0xCF begin a frame, except these
 _ADOBE, _SCAN, _MOST_SEGMENTS = 0xEE, 0xDA, 1000
 _BLANK = rb"(?:\s|#[^\n]*\n)+"
 _PNM = re.compile(rb"P[2356]" + _BLANK + rb"\d+" + _BLANK + rb"\d+" + _BLANK + rb"(\d+)")
-_PNM_VALUES = (255, 65535)  # the largest values ("maxval") that DALI reads correctly
-_TIFF_MODES = frozenset({"L", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I;16", "I;16B"})  # modes in Pillow
-_HEADER = 4096  # bytes
+_PNM_VALUES = (255, 65535)  # values of the header field "maxval" that DALI reads correctly
+# Pillow modes of TIFF images that DALI reads correctly
+_TIFF_MODES = frozenset({"L", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I;16", "I;16B"})
+_HEADER = 4096  # bytes of a header that are read at first
 _LARGEST_16_BIT = 65535
 
 
@@ -70,7 +72,7 @@ def _of_jpeg(read: Read) -> str:
     for _ in range(_MOST_SEGMENTS):
         head = read(at, 10)
         if len(head) < 4 or head[0] != 0xFF:
-            return ""  # damaged: the decoders will say so
+            return ""  # damaged: the decoders will report it
         kind = head[1]
         if kind == _SCAN:
             return "it is CMYK without Adobe's marker" if is_cmyk else ""
@@ -88,7 +90,9 @@ def _of_jpeg(read: Read) -> str:
 
 
 def _of_webp(read: Read) -> str:
-    """nvImageCodec ignores the padding byte after a chunk of odd size, so it does not find EXIF data behind one."""
+    """nvImageCodec ignores the padding byte after a chunk of odd size, so it does not find EXIF data behind a chunk of
+    this kind.
+    """
     at, is_odd = 12, False
     for _ in range(_MOST_SEGMENTS):
         head = read(at, 8)
@@ -104,7 +108,7 @@ def _of_tiff(read: Read) -> str:
     try:
         with Image.open(io.BytesIO(read(0, 1 << 40))) as image:
             return "" if image.mode in _TIFF_MODES else f"it is a TIFF of mode {image.mode}"
-    except Exception:  # the decoders will say so
+    except Exception:  # damaged: the decoders will report it
         return ""
 
 
@@ -117,14 +121,14 @@ def by_pillow(encoded: bytes) -> bytes:
 
 
 def upright_rgb(image: Image.Image) -> Image.Image:
-    """The image as its EXIF orientation wants it, in 8-bit RGB; any error of Pillow's passes through.
+    """The image turned upright by its EXIF orientation, in 8-bit RGB. Any error of Pillow's passes through.
 
-    Raises ValueError for pixels whose range is unknown: floating-point numbers, and whole ones of more than 16 bits.
+    Raises ValueError for pixels whose range is unknown: floating-point numbers, and integers of more than 16 bits.
     """
     upright = ImageOps.exif_transpose(image)
     if upright.mode == "F":
         raise ValueError("its pixels are floating-point numbers; convert it to 8 bits")
-    if upright.mode.startswith("I"):  # 16 bits, which Pillow would clip at 255
+    if upright.mode.startswith("I"):  # 16-bit values, which Pillow would clip at 255
         pixels = np.asarray(upright)
         if pixels.min() < 0 or pixels.max() > _LARGEST_16_BIT:
             raise ValueError("its pixels are not numbers of 16 bits; convert it to 8 bits")

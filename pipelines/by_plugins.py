@@ -1,4 +1,6 @@
-"""Augmentations of plug-ins (`common/plugins.py`): part of the DALI graph, between the resize and all others."""
+"""Augmentations of plug-ins (`common/plugins.py`): part of the DALI graph, between the resize and all other
+augmentations.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,9 @@ def _called(each: Registered, images: Any, random: Any) -> Any:
 
 
 def check(names: Sequence[str], image_size: int, device: str, device_id: int) -> None:
-    """Try each augmentation on two images. Raises UserError unless it keeps their type and size: in the loader's graph
-    it would look as if an image were broken."""
+    """Try each augmentation on two images. Raises UserError unless the augmentation keeps the type and size of the
+    images. Without this check, such an error would look like a broken image in the loader's graph.
+    """
     for name in names:
         _check(plugins.get(KIND, name), image_size, device, device_id)
 

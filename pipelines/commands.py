@@ -86,7 +86,7 @@ def make_records(options: MakeRecordsOptions) -> int:
 
 
 def verify(options: VerifyOptions) -> int:
-    """Look for unusable images. Returns 1 if some were found and --write-clean did not leave them out."""
+    """Look for unusable images. Returns 1 if some images are unusable and --write-clean has not left them out."""
     console = Console()
     unusable = 0
     for report in _reports(options):
@@ -100,7 +100,7 @@ def verify(options: VerifyOptions) -> int:
 
 
 def _reports(options: VerifyOptions) -> list[Report]:
-    """A report on each requested split; training images that are in validation too count as duplicates."""
+    """A report on each requested split; training images that also occur in validation count as duplicates."""
     data, num_classes = data_path(options.data), options.num_classes
     in_val: set[str] = set()
     if options.val_split:
@@ -123,7 +123,7 @@ def _reports(options: VerifyOptions) -> list[Report]:
         found["train"] = leave_out_duplicates(found["train"], found["val"].usable, found["val"].classes, is_part=False)
         remarks = [*found["val"].remarks, *class_remarks(*(found[split] for split in ("train", "val")))]
         found["val"] = found["val"]._replace(remarks=[remark for remark in remarks if remark not in said])
-    if options.near_copies:  # validation first: a training image is the copy
+    if options.near_copies:  # validation comes first, so that a training image counts as the copy
         order = sorted(found, reverse=True)
         found |= dict(zip(order, name_near_copies([found[split] for split in order]), strict=True))
     return list(found.values())
@@ -183,7 +183,8 @@ def _print_speeds(title: str, column: str, rows: dict[str, tuple[int, LoaderSpee
 
 
 def show(options: ShowOptions) -> int:
-    """Write a contact sheet of samples. Raises UserError, also for an option that would have no effect on them."""
+    """Write a contact sheet of samples. Raises UserError, also for an option that would have no effect on the samples.
+    """
     plugins.load(options.plugin)
     given = [name for name, default in vars(Augmentation()).items() if getattr(options, name) != default]
     if given and options.split == "val":

@@ -1,9 +1,9 @@
 """CRC32C (Castagnoli), the checksum of TFRecord files, in NumPy: about 100 MB a second.
 
 A CRC is linear. Let R(x) be the register after the bytes x, starting from 0, and S_k(r) the register r after k zero
-bytes. Then R(x y) = S_len(y)(R(x)) xor R(y). So neighbouring blocks of equal length are joined pair by pair, all pairs
-at once, until one block is left. S_k takes two table lookups, one for each half of the register.
-Source: https://www.rfc-editor.org/rfc/rfc3720#section-12.1; the mask is from tensorflow/core/lib/hash/crc32c.h.
+bytes. Then R(x y) = S_len(y)(R(x)) xor R(y). So pairs of neighbouring blocks of equal length are joined, all pairs at
+once, until one block is left. S_k takes two table lookups, one for each half of the register. Source:
+https://www.rfc-editor.org/rfc/rfc3720#section-12.1; the mask is from tensorflow/core/lib/hash/crc32c.h.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def crc32c(rows: np.ndarray) -> np.ndarray:
     """The CRC32C of each row of bytes, uint8 (rows, size): uint32 (rows,)."""
     count, size = rows.shape
     padded = np.zeros((count, max(1, -(-size // _WORD)) * _WORD), np.uint8)
-    padded[:, padded.shape[1] - size :] = rows  # leading zeros do not change a register of 0
+    # padding at the front is allowed: leading zeros do not change a register of 0
+    padded[:, padded.shape[1] - size :] = rows
     blocks, block = padded.view("<u4").astype(np.uint32), _WORD
     while blocks.shape[1] > 1:
         if blocks.shape[1] % 2:

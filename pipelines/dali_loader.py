@@ -1,8 +1,8 @@
 """The loader of real images: chooses the images of each batch, feeds the DALI graph, and hands its output to MXNet.
 
-One process with batch size 32 sees the images of two processes with batch size 16, augmented identically. DALI gives up
-a whole batch when it cannot decode one image. The loader then searches the batches in flight for that image and makes
-the batch again without it. So clean data pays nothing for the check.
+One process with batch size 32 sees the images of two processes with batch size 16, augmented identically. DALI drops a
+whole batch if it cannot decode one image. The loader then searches the batches in flight for this image and makes the
+batch again without the image. So clean data pays nothing for the check.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ from pipelines.same_images import remarks_on_same_images
 from pipelines.sources import Chosen, FileSource, Source, open_source
 from pipelines.sources.base import labels_of, nfc
 
-READ_AHEAD = 4  # batches fetched from the disk before they are planned: 0.1 s at 10,000 images/s, time for many seeks
+# batches fetched from the disk before they are planned: 0.1 s at 10,000 images/s, which is enough for many seeks
+READ_AHEAD = 4
 
 # Image headers are inspected LOOK_AHEAD batches before they are needed, LOOKED_AT_TOGETHER images per thread task,
-# while the main loop waits for the GPU. Inspecting a batch's headers only when it was planned delayed it: 5,107 instead
-# of 8,230 images/sec from class folders, 11,392 instead of 12,024 from RecordIO (one H200).
+# while the main loop waits for the GPU. Inspecting a batch's headers only when the batch was planned delayed the batch:
+# 5,107 instead of 8,230 images/sec from class folders, 11,392 instead of 12,024 from RecordIO (one H200).
 LOOK_AHEAD, LOOKED_AT_TOGETHER = 2, 32
 
-# Images of fewer bytes are decoded on the CPU even for a GPU: the fixed cost per image of the GPU's decoders exceeds
-# their decoding on the CPU.
+# Images of fewer bytes are decoded on the CPU even for a GPU: for them, the fixed cost per image of the GPU's decoders
+# is larger than the whole decoding on the CPU.
 THUMBNAIL_BYTES = 8192
 
 # Images of more bytes (about two megapixels) are resized before they wait for the training step: their windows take
@@ -62,7 +63,7 @@ class Plan(NamedTuple):
 
     indices: list[int]
     num_valid: int
-    num_skipped: int  # bad images that others replace
+    num_skipped: int  # number of bad images that other images replace
     size: int  # pixels, height and width of the network's input
 
 
@@ -77,7 +78,7 @@ class DaliLoader(Loader):
     """Loads images from a source through the DALI graph, or through its first stages."""
 
     def __init__(self, config: LoaderConfig, shard: tuple[int, int], source: Source, stage: str = "full"):
-        self._by_pillow = PillowImages()  # images that Pillow has decoded in DALI's place
+        self._by_pillow = PillowImages()  # images that Pillow has decoded instead of DALI
         self._begin(config, shard, source)
         self._pool = ThreadPoolExecutor(config.num_threads or num_cores())  # starts its threads when there is work
         self._graph = GraphConfig(
@@ -100,7 +101,7 @@ class DaliLoader(Loader):
         self._pipeline: Any = None
         self._augmenter: Augmenter | None = None
         self._prepared: tuple[Any, Any, Plan] | None = None
-        self._order = functools.lru_cache(maxsize=2)(self._shuffle)  # keeps this epoch's and the next
+        self._order = functools.lru_cache(maxsize=2)(self._shuffle)  # caches the orders of this epoch and the next
         rank, size = shard
         # This process's part of a global batch. Neighbouring copies of an image go to different processes, as in
         # DeiT's RASampler: within one process, copies would leave BatchNorm and mixup with fewer different images.
@@ -108,19 +109,21 @@ class DaliLoader(Loader):
         self._share = slice(rank, None, size) if is_dealt else slice(rank * config.batch_size,
                                                                      (rank + 1) * config.batch_size)
         if config.split == "train":
-            self.stamps = self._stamps()  # now, because a run whose disk fails later still saves its position
-        self._images_by_class: list[np.ndarray] = []  # with `balance`
+            # computed now, so that a run whose disk fails later can still save its position
+            self.stamps = self._stamps()
+        self._images_by_class: list[np.ndarray] = []  # images of each class, for `balance`
         if config.balance and config.split == "train":
             self._images_by_class = list(self._sorted_by_class().values())
             sizes = [len(images) for images in self._images_by_class]
             self.remarks = [*source.remarks, f"--balance {config.balance:g}: the classes have {min(sizes):,} to "
                                              f"{max(sizes):,} images, and rare ones are drawn more often"]
-        # MXNet keeps an array alive until its own pending work is done. A consumer that takes the bare pointer and
-        # launches work of its own must finish before two more batches have been returned; we hold two here.
+        # MXNet keeps an array alive until MXNet's pending work on it is done. A consumer may also take the bare pointer
+        # and launch work of its own. This work must finish before two more batches have been returned, because two
+        # batches are held here.
         self._recent: deque[tuple[Any, Any]] = deque(maxlen=2)
 
     def _begin(self, config: LoaderConfig, shard: tuple[int, int], source: Source) -> None:
-        """Take a source whose images are all unknown yet."""
+        """Begin with a source none of whose images has been inspected."""
         super().__init__(config, shard, len(source), source.classes)
         self._source, self.place = source, str(source.path)
         self.remarks = source.remarks
@@ -128,16 +131,16 @@ class DaliLoader(Loader):
         self._looked_at: set[int] = set()  # images that were checked for decoder messages
         self._is_known = np.zeros(len(source), np.bool_)  # images whose headers were inspected
         self._looks: dict[int, Look] = {}  # running inspections by batch number, counted through all epochs
-        self._plans: deque[Plan] = deque()  # batches made ahead; the first is returned next
+        self._plans: deque[Plan] = deque()  # batches made ahead; the first of these is returned next
         self._planned = 0  # the next batch to plan, counted through all epochs
         self._read_ahead = 0  # the next batch to fetch from the disk, counted through all epochs
-        self._num_looked_ahead = 0  # batches, see _images_ahead
+        self._num_looked_ahead = 0  # number of batches, see _images_ahead
 
     def exchange(self, source: Source) -> None:
         """Load the images of another source from now on, starting with its first batch, through the same pipeline:
         building a pipeline takes 0.1 s. For loaders of the split "val" without prefetching (`prefetch` 1), whose source
         has the same form (`feeds`). An iteration that has begun must not be continued."""
-        if self._plans:  # a batch was made and not taken
+        if self._plans:  # a batch was made and not returned
             self._pipeline = None
         self._by_pillow.close()
         self._begin(self.config, self.shard, source)
@@ -159,7 +162,8 @@ class DaliLoader(Loader):
                 by_class.setdefault(self._source.label(i), []).append(i)
         return {nfc(self.own_classes[label][0]): [_short_hash(self._source.stamp(i)) for i in
                                                   dict.fromkeys((images[0], images[len(images) // 2], images[-1]))]
-                for label, images in by_class.items() if len(images) > 1}  # a single one may have been repaired
+                # a class with a single image is left out, because that image may have been repaired
+                for label, images in by_class.items() if len(images) > 1}
 
     def prepare(self) -> None:
         self._prepared = self.run()
@@ -218,7 +222,7 @@ class DaliLoader(Loader):
                 if decoder_messages().take() and self._find_damaged(plan):
                     continue
                 return images, labels, plan, *changes
-            except (RuntimeError, MemoryError) as error:  # DALI gives up a whole batch for one image
+            except (RuntimeError, MemoryError) as error:  # DALI drops a whole batch because of one image
                 self._pipeline = None
                 decoder_messages().take()  # drop them: the batches in flight are decoded again
                 if "CUDA allocation failed" in str(error):  # DALI's own message
@@ -231,7 +235,7 @@ class DaliLoader(Loader):
     def _load(self) -> Batch:
         images, labels, plan = self.run()
         # DALI's dynamic executor (its default) gives every batch its own memory, owned by the DLPack capsule. The array
-        # is the pipeline's output without a copy; its memory returns to DALI's pool when MXNet drops its last
+        # is the pipeline's output without a copy; the memory returns to DALI's pool when MXNet drops its last
         # reference.
         data, label = (output if isinstance(output, mx.nd.NDArray)
                        else mx.nd.from_dlpack(output.as_tensor().__dlpack__()) for output in (images, labels))
@@ -243,7 +247,7 @@ class DaliLoader(Loader):
         """Build the pipeline so that it begins at the current position."""
         self._plans.clear()
         self._looks.clear()
-        decoder_messages()  # starts to catch them
+        decoder_messages()  # the first call starts to catch decoder messages
         self._planned = self._read_ahead = self.epoch * self.num_batches + self.batch
         config = self.config
         self._pipeline = build_pipeline(
@@ -281,7 +285,7 @@ class DaliLoader(Loader):
         return list(range(start, end)[self._share])
 
     def _shuffle(self, epoch: int) -> np.ndarray:
-        """An epoch's images in their order. Its length is always the number of images in the split.
+        """The order of an epoch's images. Its length is always the number of images in the split.
 
         By default this is a permutation of all images; with `balance` images are drawn by class. With
         `repeated_augmentation` N, only the first 1/N of that order is used, each image N times in a row (Hoffer et al.,
@@ -305,7 +309,7 @@ class DaliLoader(Loader):
         return sizes
 
     def _sorted_by_class(self) -> dict[int, np.ndarray]:
-        """The images of each class that has any, sorted by the data's own class numbers."""
+        """The images of each class that has images, sorted by the data's own class numbers."""
         by_class: dict[int, list[int]] = {}
         for i in range(self.num_images):
             try:
@@ -315,7 +319,7 @@ class DaliLoader(Loader):
         return {label: np.array(by_class[label]) for label in sorted(by_class)}
 
     def _choose(self, epoch: int, batch: int) -> tuple[list[int], list[np.ndarray], int, int]:
-        """Choose this process's images of a batch: its share without bad images, filled up with repetitions.
+        """Choose this process's images of a batch: its share without bad images, padded with repetitions.
 
         Returns the image numbers, the graph's input for each, how many of them count, and how many were bad.
         """
@@ -414,8 +418,8 @@ class DaliLoader(Loader):
         """Search the batches in flight for images that cannot be decoded; returns False if there are none.
 
         Inspecting images costs about as much as loading them, but each failure costs a new pipeline. So every further
-        failure inspects twice as many batches ahead: a data set with many broken images pays the cost of a `verify`, a
-        data set with one broken image pays almost nothing.
+        failure doubles the number of batches that are inspected ahead: a data set with many broken images pays the cost
+        of a `verify`, a data set with one broken image pays almost nothing.
         """
         before = len(self.bad) + len(self._by_pillow)
         under_way = {i for plan in self._plans for i in plan.indices}
@@ -438,16 +442,16 @@ class DaliLoader(Loader):
         return len(self.bad) + len(self._by_pillow) > before
 
     def _find_damaged(self, plan: Plan) -> bool:
-        """Find the images in this batch and in the batches in flight that the decoder's messages are about.
+        """Find the images in this batch, and in the batches in flight, that caused the decoder's messages.
 
-        Returns True if it searched. A search drops the pipeline, so this batch must then be made again. Each image is
-        checked once. Each search that finds some doubles the number of batches that the next one checks ahead, as in
-        `_exclude_undecodable`.
+        Returns True if a search was made. A search drops the pipeline, so this batch must then be made again. Each
+        image is checked once. Each search that finds images doubles the number of batches that the next search checks
+        ahead, as in `_exclude_undecodable`.
         """
         under_way = set(plan.indices).union(*(later.indices for later in self._plans))
         if under_way <= self._looked_at:
             return False  # the message is about an image that was checked before
-        self._pipeline = None  # it would go on decoding and writing messages
+        self._pipeline = None  # otherwise the pipeline would continue to decode and to write messages
         places = sorted((under_way | self._images_ahead()) - self._looked_at - self.bad.keys())
         self._looked_at.update(places)
         found = self._decoder_check()(places)

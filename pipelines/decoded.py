@@ -31,7 +31,7 @@ log = logging.getLogger("pipelines.decoded")
 
 
 class DecodedSource(Source):
-    """The images of another source, decoded. A broken image raises when it is fed, as in the other source."""
+    """The images of another source, decoded. Feeding a broken image raises an exception, as in the original source."""
 
     feeds = "pixels"
 
@@ -44,7 +44,7 @@ class DecodedSource(Source):
         self.cache_bytes = sum(image.nbytes for image in pixels.values())
         self.damaged = damaged
         self._source = source
-        self._pixels = pixels  # image -> uint8 (height, width, 3); each image is here or in `broken`
+        self._pixels = pixels  # image -> uint8 (height, width, 3); each image is either here or in `broken`
         self._broken = broken  # image -> reason
         self._labels = {i: source.label(i) for i in pixels}
 
@@ -108,11 +108,11 @@ def _decode(config: LoaderConfig, source: Source, batch_size: int, limit: float)
 
 
 def _mean_decoded_bytes(source: Source) -> float:
-    """Mean bytes of a decoded image, estimated from the headers of a sample; 0 if none can be read."""
+    """Mean bytes of a decoded image, estimated from the headers of a sample; 0 if no header can be read."""
     sizes = []
     for encoded in source.sample():
         with (
-            contextlib.suppress(Exception),  # not an image, or broken: the decoder will report it
+            contextlib.suppress(Exception),  # the file may be broken or not an image, which the decoder will report
             Image.open(io.BytesIO(encoded)) as image,
         ):
             sizes.append(3 * image.width * image.height)

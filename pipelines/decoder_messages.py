@@ -2,14 +2,15 @@
 
 libjpeg decodes as much as it can of a damaged JPEG, reports success, and writes a line without the file's name to C's
 stderr: 'Corrupt JPEG data: premature end of data segment'. This module catches these lines. After decoding a batch, the
-caller asks whether there were any. If so, the images are decoded again in ever smaller groups, until each message
-belongs to one image.
+caller asks whether there were any. If there were messages, the images are decoded again in ever smaller groups, until
+each message belongs to one image.
 
 nvImageCodec writes about images that it cannot decode to C++'s std::cerr ('[ERROR] [jpeg_parser] Invalid marker'). Its
 lines are dropped, because such images are reported anyway.
 
-C's stderr and std::cerr write to the same FILE of glibc. This module replaces the FILE's descriptor by that of a pipe;
-file descriptor 2 stays as it is. If the process dies, a child that waits for its end passes on the content of the pipe.
+C's stderr and std::cerr write to the same FILE of glibc. This module replaces the FILE's descriptor by the descriptor
+of a pipe; file descriptor 2 is unchanged. A child process waits for the end of this process, and then writes the
+remaining content of the pipe to standard error.
 """
 
 from __future__ import annotations
@@ -47,18 +48,20 @@ _OF_DECODERS = re.compile(
 # nvImageCodec's lines about an image, with colours: ESC[0;31m[ERROR] ESC[0m[jpeg_parser] Invalid marker
 _OF_NVIMAGECODEC = re.compile(r"^\x1b\[[\d;]*m\[ERROR\] \x1b\[0m"
                               r"\[(\w+_parser|(libjpeg_turbo|libtiff|opencv)\w*_decoder)\] ")
-_PIPE_BYTES = 1 << 20  # the most that Linux gives everybody
-_FILENO = 112  # where a FILE of glibc has its file descriptor, on 64-bit machines (bits/types/struct_FILE.h)
+_PIPE_BYTES = 1 << 20  # largest pipe that Linux allows every user
+_FILENO = 112  # offset of the file descriptor in a FILE of glibc, on 64-bit machines (bits/types/struct_FILE.h)
 _SPLICE_NONBLOCK = 2  # glibc's SPLICE_F_NONBLOCK
-_PATIENCE = 0.1  # s in which the rest of a line is waited for
-# Waits until nobody has the other end of its standard input, then copies the pipe to standard error.
+_PATIENCE = 0.1  # seconds to wait for the rest of a line
+# Shell script of the child: waits until the other end of its standard input is closed, then copies the pipe to standard
+# error.
 _LAST_WORDS = "read _; exec cat <&1 >&2"
 GROUP_SIZE = 64  # images decoded together to see whether there is any message
 
 
 class DecoderMessages:
-    """Takes what C and C++ libraries write to stderr: keeps the lines of image decoders until `take`, drops those of
-    nvImageCodec about images, and passes all others on. Python's sys.stderr is a separate stream and stays as it is.
+    """Takes what C and C++ libraries write to stderr: keeps the lines of image decoders until `take`, drops the lines
+    of nvImageCodec about images, and passes all other lines on. Python's sys.stderr is a separate stream and does not
+    change.
 
     Raises RuntimeError if the C library is not glibc.
     """
@@ -77,7 +80,7 @@ class DecoderMessages:
         on_their_way.append(self._pass_on_now)
 
     def _file_descriptor(self) -> ctypes.c_int:
-        """Where C's stderr has the number of its file descriptor."""
+        """The field of C's stderr that holds its file descriptor."""
         stream = ctypes.c_void_p.in_dll(self._libc, "stderr")
         assert stream.value
         place = ctypes.c_int.from_address(stream.value + _FILENO)
@@ -94,7 +97,8 @@ class DecoderMessages:
 
     def _read(self, partly: bool = False) -> bool:
         """Keep, drop or pass on each line in the pipe; with `partly`, also a last line without its end. Lines are
-        removed from the pipe only afterwards, so that none is lost. Returns whether a line without its end is left."""
+        removed from the pipe only afterwards, so that no line is lost. Returns whether a line without its end is left.
+        """
         while content := self._content():
             size = len(content) if partly else content.rfind(b"\n") + 1
             if not size:
@@ -139,20 +143,21 @@ class DecoderMessages:
 
 def _pipe() -> tuple[int, int]:
     ends = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    with contextlib.suppress(OSError):  # the user may have too many
+    with contextlib.suppress(OSError):  # the user may have too many pipes
         fcntl.fcntl(ends[0], fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     return ends
 
 
 def _pass_on_last_words(pipe: int) -> int:
-    """Start the child that passes on what is left in a pipe when this process has ended. Returns the file descriptor
-    that ends with this process."""
+    """Start the child that writes the remaining content of a pipe to standard error after this process has ended.
+    Returns the file descriptor whose end tells the child that this process has ended.
+    """
     lifeline, alive = os.pipe2(os.O_CLOEXEC)
-    waiting = os.open(f"/proc/self/fd/{pipe}", os.O_RDONLY | os.O_CLOEXEC)  # the pipe's read end again
+    waiting = os.open(f"/proc/self/fd/{pipe}", os.O_RDONLY | os.O_CLOEXEC)  # opens the pipe's read end a second time
     with contextlib.suppress(FileNotFoundError):  # a container may have no shell
         child = subprocess.Popen(["sh", "-c", _LAST_WORDS], stdin=lifeline, stdout=waiting,
-                                 start_new_session=True)  # so that Ctrl-C does not reach it
-        child.returncode = 0  # Python is not to wait for it
+                                 start_new_session=True)  # so that Ctrl-C does not reach the child
+        child.returncode = 0  # keeps Python from waiting for the child
     os.close(lifeline)
     os.close(waiting)
     return alive
@@ -186,7 +191,7 @@ class DecoderCheck:
         self._graph = GraphConfig(training=False, transform=ImageTransform(), image_size=1, dtype="float32", channels=3,
                                   device="cpu", stage="decode", max_pixels=max_pixels)
         self._pipeline: Any = None
-        self._images: list[np.ndarray] = []  # to be decoded next
+        self._images: list[np.ndarray] = []  # images to be decoded next
 
     def __call__(self, indices: Sequence[int], alone: Container[int] = ()) -> dict[int, str]:
         """Map each image that the decoder complains about to its message, or to REFUSED.

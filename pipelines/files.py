@@ -30,8 +30,9 @@ _KINDS = {
 
 
 def open_file(path: Path, mode: Literal["rb", "ab"] = "rb") -> BinaryIO:
-    """Open a file to read or append bytes. Raises OSError, also for a named pipe or a device: reading could wait for
-    ever."""
+    """Open a file to read or append bytes. Raises OSError, also for a named pipe or a device: reading such a file could
+    block forever.
+    """
     try:
         return open(path, mode, opener=_open_without_waiting)
     except ValueError:
@@ -40,7 +41,7 @@ def open_file(path: Path, mode: Literal["rb", "ab"] = "rb") -> BinaryIO:
 
 
 def read_file(path: Path) -> bytes:
-    """All bytes of a file; raises OSError as `open_file`."""
+    """All bytes of a file; raises OSError like `open_file`."""
     with open_file(path) as file:
         return file.read()
 
@@ -69,10 +70,10 @@ def check_is_file(path: Path | str | bytes) -> None:
 
 def _open_without_waiting(path: str, flags: int) -> int:
     try:
-        # Without O_NONBLOCK, opening a pipe waits for somebody at its other end.
+        # Without O_NONBLOCK, opening a pipe waits until another process opens the other end.
         descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
     except OSError:
-        check_is_file(path)  # names a socket, where the system says "No such device or address"
+        check_is_file(path)  # gives a clear message for a socket; the system's message is "No such device or address"
         raise
     try:
         _check_mode(os.fstat(descriptor), path)
@@ -102,7 +103,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def link_beside(path: Path, name: str) -> None:
-    """Give a file a second name in its folder by a symbolic link, so that a later replacement has it too.
+    """Give a file a second name in its folder by a symbolic link, so that the second name also names a later
+    replacement of the file.
 
     Copies the file if the file system has no links. Does nothing if the name exists already. Raises OSError.
     """
@@ -130,8 +132,9 @@ def read_lines(path: Path) -> list[str]:
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines of a text, as text editors show them: `str.splitlines` also ends a line at characters that a name may
-    hold, such as U+2028."""
+    """The lines of a text, as text editors show them: `str.splitlines` is not used, because it also ends a line at
+    characters that a name may contain, such as U+2028.
+    """
     return io.StringIO(text, newline=None).read().removesuffix("\n").split("\n") if text else []
 
 
@@ -140,7 +143,7 @@ class MappedFile:
 
     The operating system fetches a page when a thread first touches it, or earlier after `read_ahead`. Raises DataError
     for a file that is empty or cannot be read. If the file loses bytes later, because it is cut short or its disk
-    fails, they read as zeros; so call `check` after reading.
+    fails, the lost bytes are read as zeros; so call `check` after reading.
     """
 
     def __init__(self, path: Path) -> None:

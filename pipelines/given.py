@@ -1,7 +1,7 @@
 """Images from a program (paths, encoded bytes, pixels, Pillow images), in order, for prediction.
 
-DALI decodes paths and bytes, and prepares pixels like the images that it has decoded. So pixels equal to those of a
-file give the file's batch, bit for bit.
+DALI decodes paths and bytes, and prepares pixels like the images that it has decoded. So pixels that are equal to the
+pixels of a file give the same batch as the file, bit for bit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class Given(NamedTuple):
 
 
 def given(image: Any, number: int) -> Given:
-    """The image `number` of a list. Raises DataError if it is not an image; a broken image raises when it is loaded."""
+    """The image `number` of a list. Raises DataError if it is not an image; a broken image raises an exception only
+    when it is loaded.
+    """
     name = f"image {number}"
     if isinstance(image, (str, os.PathLike)):
         return Given("paths", os.fspath(image), os.fspath(image))

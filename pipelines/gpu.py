@@ -50,7 +50,8 @@ class GpuDevice:
         return int(address.value or 0)
 
     def upload(self, array: Any, values: np.ndarray) -> None:
-        # The caller may overwrite `values` at once: CUDA first copies memory that is not pinned to an internal buffer.
+        # The caller may overwrite `values` after this call: CUDA copies memory that is not pinned to an internal buffer
+        # during the call.
         status, = self._driver.cuMemcpyHtoDAsync(
             self.address(array), values.ctypes.data, values.nbytes, int(self._stream.handle))
         if int(status):

@@ -5,16 +5,16 @@
 The window is cut from the decoded pixels instead if the images come decoded (decoded.py) or if the window may reach
 beyond the image (`crop_padding`). Cutout follows the window. All other augmentations follow the resize, when the images
 of a batch have one size: those of plug-ins (by_plugins.py), the policy (policies.py, operations.py), colours, blur,
-erasing. On a GPU, the training graph
-ends with the windows. Our own kernels (augment.py) then resize and augment them from the same random numbers. Large
-windows would fill the memory while they wait, so the graph still resizes them, and so it does for plug-ins.
+erasing. On a GPU, the training graph ends with the windows. Our own kernels (augment.py) then resize and augment the
+windows from the random numbers that the CPU graph would use. The graph still resizes large windows, because these would
+fill the memory while they wait. It also resizes all windows if plug-ins have augmentations.
 
 The loader draws all random numbers from (seed, epoch, batch) and feeds them in; no operator keeps a state. So any batch
 of any epoch can be computed directly: resuming needs two numbers, a broken image can be removed without disturbing the
-others, and the CPU and GPU graphs see the same windows. For this reason the window is computed here and not by
-`decoders.image_random_crop`, which has a generator of its own; it decodes in the same way. Values that do not depend on
-the image are computed outside the graph, for a whole batch at once: a DALI operator on the numbers of 512 images takes
-0.5 ms.
+others, and the CPU and GPU graphs see the same windows. For this reason the window is computed here.
+`decoders.image_random_crop` decodes in the same way, but draws windows from a generator of its own. Values that do not
+depend on the image are computed outside the graph, for a whole batch at once: a DALI operator on the numbers of 512
+images takes 0.5 ms.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NUM_CANDIDATES = 10
 BLUR_SIGMA = (0.1, 2.0)  # pixels (SimCLR, arXiv:2002.05709, appendix A)
 # torchvision's defaults: the erased fraction of an image's area, and the rectangle's height / width.
 ERASED_AREA, ERASED_RATIO = (0.02, 0.33), (0.3, 3.3)
-DEFAULT_HW_DECODER_LOAD = 0.65  # DALI's own
+DEFAULT_HW_DECODER_LOAD = 0.65  # DALI's own default
 # The GPU's decoders preallocate memory for images of this width and height, in pixels. Larger images are decoded too,
 # but cost a pause (none of 900 ImageNet images is larger). Without preallocation, memory is allocated and freed in
 # every batch, which stops all work of the GPU: a concurrent training step took 29.8 instead of 26.6 ms (ResNet-50,
@@ -58,7 +58,7 @@ PREALLOCATED_PIXELS = 2500
 # nvImageCodec repeats that its optional libraries for JPEG 2000 and TIFF are not installed; the CPU decodes these
 # formats then.
 _MISSING_CODECS = re.compile(rb"nvjpeg2k|nvjpeg2000|nvtiff", re.IGNORECASE)
-LONGEST_SIDE = 64.0  # times the shorter one; photographs have no more than 10
+LONGEST_SIDE = 64.0  # largest length of the longer side, in lengths of the shorter side; photographs have at most 10
 STAGES = ("read", "decode", "resize", "full")
 
 
@@ -70,18 +70,18 @@ class GraphConfig:
     transform: ImageTransform
     image_size: int  # validation: pixels, height and width of the output
     dtype: str  # "float32" or "float16"
-    channels: int  # 3, or 4 with zeros in the last
+    channels: int  # 3, or 4 with zeros in the last channel
     device: str  # "cpu" or "gpu"
     feeds: str = "bytes"  # the form of the input images: encoded "bytes", "paths" of their files, or decoded "pixels"
     cpu_decoder: bool = False  # device "gpu": decode on the CPU, which is faster for thumbnails
     hw_decoder_load: float | None = None  # part of the images for the GPU's JPEG engine
-    stage: str = "full"  # where to stop, one of STAGES
+    stage: str = "full"  # last stage of the graph, one of STAGES
     max_pixels: int = MAX_PIXELS  # larger images fail before they are decoded
-    large_images: bool = False  # device "gpu", training: resize in the graph, as the windows are too large to keep
+    large_images: bool = False  # device "gpu", training: resize in the graph, because the windows are too large to keep
 
     @property
     def is_finished_by_kernels(self) -> bool:
-        """Whether the graph ends before the flip, and augment.py does the rest."""
+        """Whether the graph ends before the flip, and augment.py does the remaining steps."""
         return self.training and self.device == "gpu" and self.stage == "full"
 
     @property
@@ -95,7 +95,7 @@ class ImageInputs(NamedTuple):
 
     image: Any  # uint8: the encoded image, its path, or its pixels (height, width, 3)
     label: Any  # (N,) float32
-    # For training only:
+    # Fields for training only:
     area: Any = None  # (N, NUM_CANDIDATES) float32, the window's fraction of the image's area
     log_ratio: Any = None  # (N, NUM_CANDIDATES) float32, logarithm of the window's width / height in pixels
     position: Any = None  # (N, 2) float32 in [0, 1), the window's x and y as fractions of the free room
@@ -178,9 +178,9 @@ def _rectangle(
     area = (ERASED_AREA[0] + (ERASED_AREA[1] - ERASED_AREA[0]) * inputs.erasing[:, 0]) * (height * width)
     log_ratio = [math.log(ratio) for ratio in ERASED_RATIO]
     ratio = np.exp(log_ratio[0] + (log_ratio[1] - log_ratio[0]) * inputs.erasing[:, 1])
-    sizes = np.round(np.stack([np.sqrt(area * ratio), np.sqrt(area / ratio)], axis=2))  # (N, NUM_CANDIDATES, 2)
+    sizes = np.round(np.stack([np.sqrt(area * ratio), np.sqrt(area / ratio)], axis=2))  # sizes: (N, NUM_CANDIDATES, 2)
     fits = (sizes < (height, width)).all(2)
-    size = sizes[np.arange(len(sizes)), fits.argmax(1)]  # the first that fits
+    size = sizes[np.arange(len(sizes)), fits.argmax(1)]  # the first candidate that fits
     whether, x, y = inputs.erasing_place.T
     start = np.floor(np.stack([y, x], axis=1) * ((height, width) - size + 1))
     is_erased = fits.any(1) & (whether < transform.random_erasing)
@@ -229,7 +229,7 @@ def random_inputs(rng: np.random.Generator, count: int, transform: ImageTransfor
         ("for_plugins", transform.augment, lambda: uniform(len(transform.augment), by_plugins.NUM_RANDOM)),
     ]
     is_read = {name: bool(read) for name, read, _ in draws}
-    while not is_read[draws[-1][0]]:  # nothing after it is read
+    while not is_read[draws[-1][0]]:  # draws after the last one that is read are not needed
         draws.pop()
     drawn = {name: draw() for name, _, draw in draws}
     return {name: values for name, values in drawn.items() if is_read[name]}
@@ -245,10 +245,10 @@ def build_pipeline(
 ) -> Any:
     """A built DALI pipeline whose `run()` returns (images, labels); `source` is called once for each batch.
 
-    The arrays that `source` returns are not copied, so it must not change them later.
-    Images have shape (N, height, width, channels), labels (N,) float32. A stage before "full" returns uint8 images of
-    individual sizes, and so does the full graph if kernels resize them (`is_resized_by_kernels`). If kernels finish
-    the images (`is_finished_by_kernels`), the arrays of `augment.changes` follow the labels.
+    The arrays that `source` returns are not copied, so `source` must not change them later. Images have shape (N,
+    height, width, channels), labels (N,) float32. A stage before "full" returns uint8 images of individual sizes. The
+    full graph does so, too, if kernels resize the images (`is_resized_by_kernels`). If kernels finish the images
+    (`is_finished_by_kernels`), the arrays of `augment.changes` follow the labels.
     """
     transform = config.transform
     fields, derived_fields, num_operations = _fed(config)
@@ -341,8 +341,8 @@ def _image(config: GraphConfig, inputs: ImageInputs, values: Derived, operations
     transform = config.transform
     if config.training and transform.cutout and not config.is_finished_by_kernels:
         # Cutout (DeVries and Taylor, arXiv:1708.04552): the hole's centre is anywhere in the image, so part of the hole
-        # may lie outside. In training on a GPU our kernels do it: DALI's operator frees pinned memory before its copy
-        # to the GPU has finished, and batches were wrong while other processes used the GPU (DALI 2.4).
+        # may lie outside. In training on a GPU our kernels do cutout: DALI's operator frees pinned memory before its
+        # copy to the GPU has finished, and batches were wrong while other processes used the GPU (DALI 2.4).
         hole = {"anchor": inputs.hole, "shape": 2 * [transform.cutout], "axis_names": "WH", "normalized": True}
         image = fn.erase(image, **hole, fill_value=transform.mean_colour)
     if config.is_resized_by_kernels:
@@ -412,7 +412,7 @@ def _changed(transform: ImageTransform, image: Any, inputs: ImageInputs, values:
 
 
 def _window(config: GraphConfig, inputs: ImageInputs) -> Any:
-    """The decoded window of the image, on the graph's device."""
+    """The decoded window of each image, on the graph's device."""
     padding = config.training and config.transform.crop_padding > 0
     if config.feeds == "pixels":
         # Thumbnails are copied whole and cut on the graph's device: one copy to the GPU, and less work for the CPU.
@@ -432,10 +432,12 @@ def _window(config: GraphConfig, inputs: ImageInputs) -> Any:
 def _decoded(config: GraphConfig, inputs: ImageInputs, whole: bool) -> Any:
     """Decode the whole image or a random window of it, onto the graph's device."""
     # The header is read even if the window is the whole image, so that an input that is not an image, or is too large,
-    # fails here: the decoder of DALI 2.4 reads freed memory when it refuses several images of one batch.
+    # fails here. The check is needed because the decoder of DALI 2.4 reads freed memory when it refuses several images
+    # of one batch.
     shape = fn.peek_image_shape(inputs.image, dtype=types.FLOAT)
     is_too_large = shape[0] * shape[1] > float(config.max_pixels)
-    height, width = shape[3 * is_too_large], shape[1]  # there is no shape[3]: DALI's way to raise an error
+    # shape[3] does not exist, so reading it raises an error: DALI has no other way to raise one
+    height, width = shape[3 * is_too_large], shape[1]
     start, size = _whole(height, width, config) if whole else _random_window(height, width, inputs)
     image = fn.decoders.image_slice(
         inputs.image,
@@ -464,8 +466,8 @@ def _whole(height: Any, width: Any, config: GraphConfig) -> tuple[Any, Any]:
 def longest_side(config: GraphConfig) -> float:
     """The largest longer / shorter side at which a validation image is resized whole; 0 if the graph does not resize.
 
-    A longer image loses its ends before the resize: it would become millions of pixels, only to have its middle
-    cropped. The limit also keeps the resized image within `max_pixels`.
+    A longer image loses its ends before the resize: the resized image would have millions of pixels, of which only the
+    middle is used. The limit also keeps the resized image within `max_pixels`.
     """
     if config.training or config.stage in ("read", "decode"):
         return 0.0
@@ -491,19 +493,20 @@ def middle(image: np.ndarray, most: float) -> np.ndarray:
 def _random_window(height: Any, width: Any, inputs: ImageInputs) -> tuple[Any, Any]:
     """Start and size of the window to decode, both (x, y), as fractions of the image.
 
-    Each candidate has a random area and a random aspect ratio. The first one that fits into the image is taken (Szegedy
-    et al., Going Deeper with Convolutions, 2014, section 6); if none fits, the last one is cut at the border. The
-    window always has at least one pixel.
+    Each candidate has a random area and a random aspect ratio. The first candidate that fits into the image is taken
+    (Szegedy et al., Going Deeper with Convolutions, 2014, section 6). If none fits, the last candidate is cut at the
+    border. The window always has at least one pixel.
     """
     aspect = dali_math.exp(inputs.log_ratio) * (height / width)  # in fractions of the image, not in pixels
     w = dali_math.sqrt(inputs.area * aspect)
     h = dali_math.sqrt(inputs.area / aspect)
-    # The index of the first candidate that fits: adding NUM_CANDIDATES moves the others behind it.
+    # The index of the first candidate that fits: candidates that do not fit are moved behind by adding NUM_CANDIDATES.
     index = types.Constant(np.arange(NUM_CANDIDATES, dtype=np.float32), device="cpu")
     too_big = fn.cast((w > 1) | (h > 1), dtype=types.FLOAT)
     first = fn.reductions.min(index + NUM_CANDIDATES * too_big)
     chosen = fn.cast(index == dali_math.min(first, NUM_CANDIDATES - 1.0), dtype=types.FLOAT)
     size = fn.stack(fn.reductions.sum(w * chosen), fn.reductions.sum(h * chosen))
-    pixel = 1.01 / fn.stack(width, height)  # slightly more than a pixel, as DALI rounds both ends and they must differ
+    # slightly more than a pixel, because DALI rounds both ends of the window, and these must differ
+    pixel = 1.01 / fn.stack(width, height)
     size = dali_math.min(dali_math.max(size, pixel), 1.0)
     return inputs.position * (1.0 - size), size

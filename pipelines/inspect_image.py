@@ -1,4 +1,4 @@
-"""Decodes an image with Pillow to find what is wrong with it or worth knowing about it."""
+"""Decodes an image with Pillow to find faults and other properties worth reporting."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from pipelines.transform import MAX_PIXELS
 # Formats that DALI's decoders read; Pillow reads more.
 DECODABLE_FORMATS = frozenset({"JPEG", "MPO", "PNG", "BMP", "TIFF", "WEBP", "PPM", "JPEG2000"})
 
-Image.MAX_IMAGE_PIXELS = None  # we check our own limit, `max_pixels`
+Image.MAX_IMAGE_PIXELS = None  # no limit of Pillow, because the limit `max_pixels` is checked here
 
-_UNDECODABLE_TIFF = {"I": "32-bit integers", "F": "floating-point numbers"}  # by Pillow's modes
+# Pillow mode -> pixels that DALI cannot decode
+_UNDECODABLE_TIFF = {"I": "32-bit integers", "F": "floating-point numbers"}
 _DOUBTFUL = re.compile(rb"II\*\0|MM\0\*|RIFF....WEBP|P[1-6]\s", re.DOTALL)
 
 
@@ -28,11 +29,11 @@ class Finding(NamedTuple):
     #            BY_PILLOW
     detail: str
     usable: bool  # whether the loader decodes the image nevertheless
-    doubtful: bool = False  # whether DALI may decode it although Pillow refuses it, which some formats allow
+    doubtful: bool = False  # whether DALI may decode the image although Pillow refuses it, as for some formats
 
 
 BY_PILLOW = "by Pillow"
-REFUSED = "cannot be decoded"  # for `verdict`, instead of a message of DALI's decoder
+REFUSED = "cannot be decoded"  # argument of `verdict` in place of a message of DALI's decoder
 
 
 def verdict(pillow: Finding | None, decoder: str) -> Finding | None:
@@ -65,7 +66,7 @@ def inspect_image(encoded: bytes, max_pixels: int = MAX_PIXELS, decode: bool = T
     ImageFile.LOAD_TRUNCATED_IMAGES = False
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # odd metadata is not a fault
+            warnings.simplefilter("ignore")  # unusual metadata is not a fault
             with Image.open(io.BytesIO(encoded)) as image:
                 image_format, mode = image.format or "unknown", image.mode
                 if image.width * image.height > max_pixels:
@@ -76,7 +77,7 @@ def inspect_image(encoded: bytes, max_pixels: int = MAX_PIXELS, decode: bool = T
                     image.load()
     except UnidentifiedImageError:
         return Finding("not an image", f"begins with {encoded[:8]!r}", False, is_doubtful)
-    except Exception as error:  # struct.error, OverflowError, zlib.error: Pillow documents no complete list
+    except Exception as error:  # for example struct.error, OverflowError, zlib.error; Pillow documents no complete list
         kind = "truncated" if "truncated" in str(error).lower() else "broken"
         return Finding(kind, " ".join(str(error).split()) or type(error).__name__, False, is_doubtful)
     if image_format not in DECODABLE_FORMATS:

@@ -1,8 +1,8 @@
 """The base of all loaders: configuration, batches, and a position that can be saved and restored.
 
-The content of a batch depends only on (seed, epoch, batch number). Global batch `k` holds images `k * B` to
-`(k + 1) * B - 1` of the epoch's order, where B is the batch size times the number of processes; each process has its
-share of them. So all processes have equally many batches, and every validation image is in exactly one batch.
+The content of a batch depends only on (seed, epoch, batch number). Global batch `k` holds images `k * B` to `(k + 1) *
+B - 1` of the epoch's order, where B is the batch size times the number of processes; each process has its share of
+them. So all processes have the same number of batches, and every validation image is in exactly one batch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CHOICES = {
     "labels": (AUTO, "fine", "coarse"),
 }
 
-# Options that, besides the seed, decide on an epoch's images, with their values where a saved position has none.
+# Options that, besides the seed, determine an epoch's images, with their values for saved positions that lack them.
 _IN_THE_ORDER = {"val_split": 0, "val_group_by": "image", "balance": 0, "repeated_augmentation": 0, "labels": AUTO}
 
 
@@ -56,17 +56,17 @@ class LoaderConfig:
     image_size: int = 224  # pixels, height and width
     image_sizes: tuple[int, ...] = ()  # training: the sizes of the first epochs, one each; then image_size
     dtype: str = "float32"  # or "float16"
-    channels: int = 3  # or 4: a fourth channel of zeros, for kernels that want aligned pixels
+    channels: int = 3  # 3, or 4 with a fourth channel of zeros, for kernels that need aligned pixels
     device: str = "cpu"  # or "gpu": decode and augment there
     device_id: int = 0
     num_threads: int = 0  # CPU threads of this process; 0: all cores (several processes on a machine must share them)
     seed: int = 0
     transform: ImageTransform = field(default_factory=ImageTransform)  # how images are cropped and augmented
     on_bad_image: str = "error"  # or "skip": leave out images that cannot be decoded
-    max_pixels: int = MAX_PIXELS  # an image with more pixels, by its header, counts as one that cannot be decoded
+    max_pixels: int = MAX_PIXELS  # an image with more pixels in its header counts as undecodable
     num_classes: int | None = None  # for synthetic data (default 10) and RecordIO files without classes.txt
     synthetic_images: int = 12_800  # images per epoch of synthetic training data; validation has a tenth
-    prefetch: int = 3  # batches made ahead: one late batch does not stop the step
+    prefetch: int = 3  # batches made ahead, so that one late batch does not delay the step
     decoder: str = "auto"  # device "gpu": decode on the "gpu" or the "cpu"; auto: thumbnails on the CPU
     hw_decoder_load: float | None = None  # device "gpu": fraction of images for the JPEG engine; None: measured once
     cache_gib: float | None = 0.0  # keep the decoded split in memory if it fits in this; None: if it is small
@@ -126,7 +126,7 @@ class Batch(NamedTuple):
 
 
 class Loader(ABC):
-    """Iterating yields the rest of the current epoch's batches; after the last one, the next epoch begins."""
+    """Iterating yields the remaining batches of the current epoch; after the last batch, the next epoch begins."""
 
     # For the error about a saved position: the options that must not change, and the alternative.
     _way_out = ("resume with the same data, seed, --labels, --val-split, --balance and --repeated-augmentation, or "
@@ -137,7 +137,7 @@ class Loader(ABC):
             require_gpu(config.device_id)
         self.config = config
         self.shard = shard
-        self.num_images = num_images  # in the whole split
+        self.num_images = num_images  # images in the whole split
         self.own_classes = self.classes = classes  # the data's own classes; the classes in the order of the labels
         self.labels: Sequence[int] = range(len(classes))  # the data's own class number -> label
         self.place = config.data  # the file or folder of the split, for messages
@@ -152,7 +152,7 @@ class Loader(ABC):
         self.batch = 0  # the number of the next batch in this epoch
         global_batch = config.batch_size * shard[1]
         if config.split == "train":
-            self.num_batches = num_images // global_batch  # other images are left over in every epoch
+            self.num_batches = num_images // global_batch  # each epoch leaves out a few images, in every epoch others
             if self.num_batches == 0:
                 each = f" ({config.batch_size} on each of {shard[1]} processes)" if shard[1] > 1 else ""
                 raise DataError(
@@ -178,11 +178,15 @@ class Loader(ABC):
         return [shown for _, shown in self.classes]
 
     def count_classes_as(self, classes: Classes, labels: Sequence[int]) -> None:
-        """From the next batch on, a label is a number in `classes`; `labels[k]` is the label of the data's class k."""
+        """From the next batch on, number the classes by `classes`: labels are indices into this list, and `labels[k]`
+        is the label of the data's class k.
+        """
         self.classes, self.labels = classes, labels
 
     def labels_met(self) -> Iterator[int]:
-        """Yield the data's own number of each class that has images in the split, when its first image is met."""
+        """Yield the data's own number of each class that has images in the split, when the first image of this class is
+        read.
+        """
         return iter(range(len(self.labels)))
 
     def class_sizes(self) -> np.ndarray:
@@ -212,7 +216,9 @@ class Loader(ABC):
 
     @property
     def damaged_images(self) -> list[tuple[str, str]]:
-        """(file or record, decoder's message) of the damaged images that this process used as they decode."""
+        """(file or record, decoder's message) of the damaged images that this process used, as far as they can be
+        decoded.
+        """
         return [(self._name(i), message) for i, message in sorted(self.damaged.items())]
 
     @property
@@ -257,7 +263,7 @@ class Loader(ABC):
         return json.dumps(self._identity() | position | rest).encode()
 
     def restore(self, state: bytes) -> None:
-        """Go to the position of `state`: the next batch is bit for bit the one that would have followed.
+        """Go to the position of `state`. The next batch is bit for bit the batch that would have followed.
 
         If the global batch size has changed, the next batch is the first that holds no image seen in this epoch; fewer
         images than one batch are skipped.
@@ -265,11 +271,11 @@ class Loader(ABC):
         try:
             saved = json.loads(state)
             epoch, batch, global_batch = (int(saved[name]) for name in ("epoch", "batch", "global_batch"))
-            num_skipped = int(saved.get("num_skipped", 0))  # older states have none
+            num_skipped = int(saved.get("num_skipped", 0))  # older states lack this key
             if min(epoch, batch, global_batch, num_skipped) < 0:
                 raise ValueError
             bad = {int(i): str(reason) for i, reason in saved["bad_images"]}
-            # older states have none
+            # older states lack this key
             stamps = {str(name): list(each) for name, each in saved.get("classes", {}).items()}
         except (ValueError, KeyError, TypeError, OverflowError, AttributeError):
             raise DataError("the saved loader position cannot be read; use another checkpoint of its folder") from None

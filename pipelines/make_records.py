@@ -4,8 +4,8 @@ A .rec file replaces a million small files, and is read in long stretches. Image
 asks for smaller ones. They are written in a fixed random order, so that readers that only shuffle within a window (such
 as MXNet's ImageRecordIter) see all classes mixed.
 
-The work can be interrupted at any time: a journal beside the unfinished file records how far it is complete, and the
-same command resumes there. The finished file appears under its name in one step.
+The work can be interrupted at any time: a journal beside the unfinished file records how far the file is complete, and
+the same command resumes there. The finished file appears under its name in one step.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Entry(NamedTuple):
     file: Path
     offset: int  # bytes
     size: int  # bytes
-    name: str  # for messages
+    name: str  # name for messages
 
 
 class Plan(NamedTuple):
@@ -76,7 +76,7 @@ def plan_files(path: Path, split: str, **reading: Any) -> Plan:
 
 
 def with_classes(plan: Plan, known: Classes, where: str) -> Plan:
-    """Renumber a plan's labels by the classes of the training images; the plan may lack some of them.
+    """Renumber a plan's labels by the classes of the training images. The plan may lack some of these classes.
 
     Raises DataError if the plan has images of a class that training does not have.
     """
@@ -149,7 +149,7 @@ def plan_val_tar(path: Path, labels: Path | None, classes: Classes) -> Plan:
 
 @contextlib.contextmanager
 def _open_tar(path: Path) -> Iterator[tarfile.TarFile]:
-    """Open an uncompressed tar file. Raises DataError, also from inside the block if the file proves to be cut off."""
+    """Open an uncompressed tar file. Raises DataError, also inside the block if the file turns out to be truncated."""
     try:
         check_not_compressed(path)
         with understood(path, "not a tar file that can be read", "download it again"), tarfile.open(path, "r:") as tar:
@@ -211,10 +211,10 @@ class Options:
 
     resize: int = 0  # a longer shorter side is shrunk to this many pixels; 0: images are copied unchanged
     quality: int = 95  # JPEG quality of resized images
-    seed: int = 0  # of the shuffle
+    seed: int = 0  # seed of the shuffle
     num_threads: int = 0
     skip_bad: bool = False
-    max_pixels: int = MAX_PIXELS  # larger images count as bad
+    max_pixels: int = MAX_PIXELS  # images with more pixels count as bad
 
     def __post_init__(self) -> None:
         check_not_negative(resize=self.resize, seed=self.seed, num_threads=self.num_threads)
@@ -288,7 +288,7 @@ def _append(journal: _Journal, entries: list[Entry], options: Options, title: st
 
 
 def _read(entry: Entry, options: Options) -> tuple[bytes, str]:
-    """Read an image in the form to be written, and what is wrong with it ("" if nothing)."""
+    """Read an image. Returns the bytes to be written, and the fault of the image in words ("" if it has none)."""
     try:
         with open_file(entry.file) as file:
             file.seek(entry.offset)
@@ -316,7 +316,7 @@ def _shrink(encoded: bytes, options: Options) -> bytes:
         # The JPEG decoder shrinks quickly but without a good filter, so it only shrinks to twice the final size.
         image.draft("RGB", (2 * size[0], 2 * size[1]))
         buffer = io.BytesIO()
-        exif = image.getexif()  # kept, because decoders apply its orientation
+        exif = image.getexif()  # EXIF data are kept, because decoders apply the orientation in them
         # 16 bits (modes I;16 and I): Pillow itself would clip values at 255.
         eight_bits = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)) if image.mode.startswith("I") else image
         eight_bits.convert("RGB").resize(size, Image.Resampling.LANCZOS).save(
@@ -343,7 +343,8 @@ class _Journal:
         if not lock(self._records):
             raise DataError(f"{self._records_path}: another process is writing this file; wait until it is done")
         finished = output / f"{split}.rec"
-        if finished.exists():  # just written by another process: our open file is that one, or a new file beside it
+        # another process has just finished the file: our open file is that file, or a new file beside it
+        if finished.exists():
             if not os.path.samestat(os.fstat(self._records.fileno()), finished.stat()):
                 self._records_path.unlink()
             self._records.close()
@@ -368,7 +369,7 @@ class _Journal:
             done = self._lines[-1][2] if self._lines else 0
             if (size := self._records_path.stat().st_size) < done:  # truncate() would fill the gap with zeros
                 raise DataError(f"{self._records_path}: has {size:,} of the {done:,} bytes that were written; {remedy}")
-        self._records.truncate(done)  # what came after the journal's last line may be torn
+        self._records.truncate(done)  # bytes after the journal's last line may be incomplete
         self._end = done
         self._committed = len(self._lines)
         self._rewrite(fingerprint)
@@ -392,7 +393,7 @@ class _Journal:
         self._commit()
         index = index_path(record_path)
         write_text(index, "".join(f"{key}\t{offset}\n" for key, offset, _ in self._lines))
-        self._path.unlink()  # first: a journal must not outlive the records that it describes
+        self._path.unlink()  # the journal is removed first, because it must not outlive the records that it describes
         os.replace(self._records_path, record_path)
         return len(self._lines)
 
@@ -422,7 +423,7 @@ def _fingerprint(entries: list[Entry], options: Options) -> str:
     """A digest of the values that must not change for an interrupted conversion to resume."""
     digest = hashlib.sha256(json.dumps([options.resize, options.quality, options.seed]).encode())
     for entry in entries:
-        # Not the size: an image that stopped the conversion may be replaced.
+        # The size is left out, because an image that stopped the conversion may be replaced.
         digest.update(f"{entry.label} {entry.name}\n".encode(errors="surrogateescape"))
     return digest.hexdigest()
 

@@ -2,8 +2,8 @@
 
 The method is a difference hash (dHash, N. Krawetz, "Kind of Like That", 2013), by rows and by columns: an image is
 shrunk to 9 x 9 grey pixels, and each of 128 bits says whether a pixel is brighter than its neighbour. Near copies
-differ in few bits. Flat areas make random bits, so the thumbnails themselves are compared at last. A crop, a turn or a
-mirror image is not found.
+differ in few bits. Flat areas give random bits, so the thumbnails themselves are compared in the end. A crop, a turn or
+a mirror image is not found.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from PIL import Image
 SIDE = 9  # pixels of a thumbnail
 NUM_WORDS = 8  # 16-bit parts of a hash; two hashes that differ in fewer bits than this have an equal part
 MOST_GREY = 8.0  # mean difference of two near copies' thumbnails, of 255 grey levels
-# Number of images with an equal part of the hash with which each image is compared, in the order of their hashes
+# An image is compared with this number of the following images, in the order of hashes, among images with an equal part
+# of the hash
 WINDOW = 64
 _BITS = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)
 
@@ -30,17 +31,18 @@ def thumbnail(encoded: bytes) -> bytes:
             with Image.open(io.BytesIO(encoded)) as image:
                 image.draft("L", (8 * SIDE, 8 * SIDE))  # JPEG: decodes a smaller image, which is faster
                 return image.convert("L").resize((SIDE, SIDE), Image.Resampling.BOX).tobytes()
-    except Exception:  # Pillow documents no complete list
+    except Exception:  # Pillow documents no complete list of exceptions
         return b""
 
 
 def near_copies(thumbnails: np.ndarray) -> list[tuple[int, int]]:
-    """Pairs (earlier, later) of near copies among thumbnails, uint8 (N, 81): for each image the first one that it is a
-    copy of. The time grows in proportion to N."""
+    """Pairs (earlier, later) of near copies among thumbnails, uint8 (N, 81): each later image is paired with the first
+    image of which it is a copy. The time grows in proportion to N.
+    """
     hashes = _hashes(thumbnails)
     first: dict[int, int] = {}
     for word in range(NUM_WORDS):
-        parts = np.roll(hashes, -2 * word, axis=1)  # this part comes first
+        parts = np.roll(hashes, -2 * word, axis=1)  # puts this part first
         order = np.lexsort(parts.T[::-1])
         parts = parts[order]
         for shift in range(1, min(WINDOW, len(order) - 1) + 1):

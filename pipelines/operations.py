@@ -1,15 +1,16 @@
 """The operations of TrivialAugment, RandAugment and AutoAugment: their numbers, and their DALI graph on the CPU.
 
-policies.py chooses an operation and a magnitude for each image. This module turns them into Numbers, and applies those
-to a batch with DALI on the CPU. On GPUs, our own kernels apply the Numbers (augment.py).
+policies.py chooses an operation and a magnitude for each image. This module computes Numbers from both, and applies the
+Numbers to a batch with DALI on the CPU. On GPUs, our own kernels apply the Numbers (augment.py).
 
-Each operation does what Pillow does (ImageOps, ImageEnhance, Image.transform): the policies were found with Pillow, and
-torchvision and timm call it. Magnitudes are Pillow's, too: an angle, a factor, a threshold.
+Each operation gives the result of Pillow's operation (ImageOps, ImageEnhance, Image.transform), because the policies
+were found with Pillow, and torchvision and timm call Pillow. Magnitudes are Pillow's, too: an angle, a factor, a
+threshold.
 
 The operations of one family are one computation whose numbers differ from image to image. Every warp is an affine map;
 brightness, colour and grey are a matrix on the three channels; posterize, solarise and invert change a few bits. DALI
-splits the batch by family (seven splits for fifteen operations), so each operator sees only its own images, and the
-others are not touched. With TrivialAugment, 13 of 14 images are touched, most of them once.
+splits the batch by family (seven splits for fifteen operations), so each operator processes only the images of its
+family, and no other image is touched. With TrivialAugment, 13 of 14 images are touched, most of them once.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ types: Any = dali.types
 LUMA = np.array((0.299, 0.587, 0.114), np.float32)  # weights of R, G, B: ITU-R BT.601, as Pillow's "L"
 YIQ = np.array([LUMA, (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112)])  # from R, G, B: NTSC, FCC 1953
 RGB = np.linalg.inv(YIQ)
-# Pillow truncates where DALI rounds, so we subtract this first. Just below 0.5, so that whole numbers stay the same.
+# Pillow truncates where DALI rounds, so this number is subtracted before rounding. It is just below 0.5, so that whole
+# numbers stay unchanged.
 CUT = 0.498
 # Pillow's ImageFilter.SMOOTH, less the image itself.
 BLURRED_LESS_IMAGE = np.array([[1, 1, 1], [1, 5 - 13, 1], [1, 1, 1]], np.float32) / 13
@@ -47,7 +49,7 @@ class Operation(IntEnum):
     BRIGHTNESS = auto()  # factor; 0 is black
     COLOR = auto()  # factor; 0 is grey
     CONTRAST = auto()  # factor; 0 is the mean grey
-    SHARPNESS = auto()  # factor; 0 is a little blurred
+    SHARPNESS = auto()  # factor; 0 is slightly blurred
     POSTERIZE = auto()  # bits that are kept, 0 to 8
     SOLARIZE = auto()  # pixels from here on are inverted
     SOLARIZE_ADD = auto()  # added to pixels below 128, 0 to 128
@@ -93,7 +95,7 @@ class Numbers(NamedTuple):
     sharpness: Any
     equalize: Any
     # The families' numbers:
-    place: Any  # warp: (N, 2, 3) float32, maps a position (x, y, 1) in the output to one in the input, in pixels
+    place: Any  # warp: (N, 2, 3) float32, maps a position (x, y, 1) in the output to a position in the input, in pixels
     colour: Any  # matrix: (N, 3, 4) float32, maps a colour (R, G, B, 1) to the new colour
     factor: Any  # contrast and sharpness: (N,) float32
     kernel: Any  # sharpness: (N, 3, 3) float32, filter whose output is added to the image; follows from the factor
@@ -105,7 +107,7 @@ class Numbers(NamedTuple):
 def numbers(operation: np.ndarray, magnitude: np.ndarray, height: int, width: int) -> Numbers:
     """Compute the Numbers of one operation for each of N images of `height` x `width` pixels.
 
-    `operation` (N,) and `magnitude` (N,) are those of each image.
+    `operation` (N,) and `magnitude` (N,) are the operation and the magnitude of each image.
     """
     count, magnitude = len(operation), np.asarray(magnitude, np.float64)
 
@@ -180,8 +182,9 @@ def colour_numbers(
 def applied(images: Any, these: Numbers, used: frozenset[str], fill: float, size: Any) -> Any:
     """In a DALI graph on the CPU, apply to each image (uint8, HWC, all of one size) its operation.
 
-    `used` holds the families that occur; others get no branch. `fill` is the grey (0 to 255) that a warp puts where it
-    reads outside the image. `size` (N, 2) holds the images' height and width, both at least 3.
+    `used` holds the families that occur; the graph has no branch for other families. `fill` is the grey level (0 to
+    255) for positions at which a warp reads outside the image. `size` (N, 2) holds the images' height and width, both
+    at least 3.
     """
 
     def warp(image: Any, place: Any) -> Any:
@@ -220,8 +223,8 @@ def applied(images: Any, these: Numbers, used: frozenset[str], fill: float, size
 def on_those(chosen: Any, change: Callable[..., Any], images: Any, *values: Any) -> Any:
     """Apply `change` to the images where `chosen` (N,) bool is true; it also gets the values of these images.
 
-    Other images are neither touched nor copied. These are the operators behind DALI's `if`. Using them directly avoids
-    DALI's translation of the surrounding source code, which takes seconds at each start.
+    Other images are neither touched nor copied. The function uses the operators behind DALI's `if`. Using them directly
+    avoids DALI's translation of the surrounding source code, which takes seconds at each start.
     """
     mine, others = fn._conditional.split(images, predicate=chosen)
     mine = change(mine, *(fn._conditional.split(value, predicate=chosen)[0] for value in values))
@@ -260,9 +263,9 @@ def _auto_contrast(image: Any) -> Any:
 def _equalized(image: Any) -> Any:
     """Pillow's ImageOps.equalize.
 
-    Pillow maps a pixel by the number of darker pixels; DALI, like OpenCV, by the number of pixels up to its own value.
-    So DALI's result on the inverted image is 255 minus Pillow's result, except for the scale: Pillow rounds the number
-    of pixels per level down to a whole number.
+    Pillow maps a pixel by the number of darker pixels; DALI, like OpenCV, maps it by the number of pixels up to its own
+    value. So DALI's result on the inverted image is 255 minus Pillow's result, except for the scale: Pillow rounds the
+    number of pixels per level down to a whole number.
     """
     exact = _white() - fn.equalize(_white() - image)
     below = image < fn.reductions.max(image, axis_names="HW", keep_dims=True)

@@ -1,4 +1,4 @@
-"""Chooses the operation for each image, and its strength: TrivialAugment, RandAugment and AutoAugment.
+"""Chooses the operation for each image, and the strength of the operation: TrivialAugment, RandAugment and AutoAugment.
 
 A policy is a function of random numbers that are drawn elsewhere. Its constants come from torchvision's
 transforms/autoaugment.py, and for "randaugment-timm" from timm's data/auto_augment.py.
@@ -89,11 +89,11 @@ AUTOAUGMENT = (
     ((_O, 0.6, 4), (_C, 1.0, 8)),
     ((_E, 0.8, 0), (_E, 0.6, 0)),
 )
-TIMM_PROBABILITY = 0.5  # of each operation
+TIMM_PROBABILITY = 0.5  # probability of each operation
 # RandAugment and AutoAugment were designed with translations of up to 150 pixels in images of 331 pixels.
 TRANSLATION = 150 / 331
 
-Chosen = tuple[np.ndarray, np.ndarray]  # (N,) Operation, (N,) its magnitude
+Chosen = tuple[np.ndarray, np.ndarray]  # (N,) Operation, (N,) magnitude of the operation
 
 
 def num_operations(transform: ImageTransform) -> int:
@@ -182,7 +182,7 @@ def _magnitude(
     bits: int,
     translation: tuple[float, float],
 ) -> np.ndarray:
-    """Magnitudes (N,), given the largest magnitude of each operation; the formulas are torchvision's."""
+    """Magnitudes (N,) from the largest magnitude of each operation; the formulas are torchvision's."""
     sign = np.where(sign < 0.5, 1, -1)
     by_operation = {
         (Operation.SHEAR_X, Operation.SHEAR_Y): sign * shear * level,

@@ -1,6 +1,7 @@
 """Spreads work over threads, keeps its order, and shows a progress bar with rate and time left.
 
-Threads suffice: reading, hashing, NumPy, and Pillow's decoding and encoding all release Python's global lock.
+Threads are enough, because reading, hashing, NumPy, and Pillow's decoding and encoding all release Python's global
+lock.
 """
 
 from __future__ import annotations

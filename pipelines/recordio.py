@@ -1,10 +1,11 @@
 """Reads and writes RecordIO, MXNet's format of one file for many images; reading uses memory mapping.
 
 A record is `magic, flag and length, payload, padding to 4 bytes`. Integers are little-endian uint32; the upper three
-bits of the second are the flag. Where a payload holds the magic number at a multiple of 4, it is split there into parts
-without the magic number (flags 1, 2 ... 2, 3; an unsplit record has flag 0). The payload of an image is `flag, label,
-id, id2` (uint32, float32, two uint64), then `flag` float32 labels if flag > 0, then the encoded image. The index is a
-text file with a line `key <tab> offset` for each record. Source: dmlc-core's recordio.h and mxnet/recordio.py.
+bits of the second are the flag. If a payload contains the magic number at a multiple of 4, the payload is split there
+into parts without the magic number (flags 1, 2 ... 2, 3; an unsplit record has flag 0). The payload of an image is
+`flag, label, id, id2` (uint32, float32, two uint64), then `flag` float32 labels if flag > 0, then the encoded image.
+The index is a text file with a line `key <tab> offset` for each record. Source: dmlc-core's recordio.h and
+mxnet/recordio.py.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Record(NamedTuple):
 
 
 class BrokenRecordError(ValueError):
-    """The file holds no whole record at an offset of the index; the message says what is there instead."""
+    """The file holds no whole record at an offset of the index; the message says what the file has at this offset."""
 
 
 class ChecksumError(BrokenRecordError):
@@ -66,7 +67,7 @@ def read_index(path: Path) -> tuple[np.ndarray, np.ndarray]:
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check the file's permissions") from None
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # NumPy only warns when it stops before the end of the text
+        warnings.simplefilter("error")  # NumPy only prints a warning if it stops before the end of the text
         try:
             numbers = np.fromstring(text.decode("ascii"), dtype=np.int64, sep=" ")
         except (UnicodeDecodeError, ValueError, DeprecationWarning):
@@ -135,7 +136,7 @@ class RecordFile(MappedFile):
         ends = np.append(starts[1:], len(self.bytes))
         if starts[0] == 0 and not (starts % 4).any() and starts[-1] + _RECORD_HEADER.size <= len(self.bytes):
             words = self.bytes[: len(self.bytes) // 4 * 4].view("<u4")
-            lengths = words[starts // 4 + 1].astype(np.int64)  # if the flag is 0
+            lengths = words[starts // 4 + 1].astype(np.int64)  # lengths, valid if the flag is 0
             whole = (words[starts // 4] == MAGIC) & (starts + _RECORD_HEADER.size + (lengths + 3) // 4 * 4 == ends)
             if whole.all():
                 return len(starts)
@@ -181,7 +182,9 @@ def pack_record(label: float, image: bytes, key: int) -> bytes:
 
 
 def _split_at_magic(payload: bytes) -> list[bytes]:
-    """Split a payload at every magic number at a multiple of 4, which readers would take for the start of a record."""
+    """Split a payload at every magic number at a multiple of 4, because readers would take it for the start of a
+    record.
+    """
     parts, start, search = [], 0, 0
     while (found := payload.find(_MAGIC_BYTES, search)) >= 0:
         if found % 4:

@@ -1,7 +1,8 @@
-"""Reports, at the start of a run, identical files that spoil it: with two labels, or in training and validation.
+"""Reports, at the start of a run, identical files that spoil the run: files with two labels, or files in both training
+and validation.
 
-`verify` finds all of them by reading every image. This module does only what is cheap, and only for images that are
-files. It compares sizes first, then the last bytes of files of equal size, and whole files only if these are equal,
+`verify` finds all these files by reading every image. This module makes only a cheap search, and only for images that
+are files. It compares sizes first, then the last bytes of files of equal size, and whole files only if these are equal,
 too. With more than MOST_IMAGES, or after SECONDS, it stops: the sizes of ImageNet's 1.28 million files alone would take
 minutes on a network drive.
 """
@@ -60,7 +61,9 @@ def _files(source: Source, is_val: bool) -> list[_File]:
 
 
 def _parted(group: Sequence[_File], key: Callable[[str], Hashable], deadline: float) -> Iterable[list[_File]]:
-    """The files of a group that have an equal key, if that would spoil a run. Raises OSError and TimeoutError."""
+    """Sets of files of a group that have equal keys, if equal files would spoil the run. Raises OSError and
+    TimeoutError.
+    """
     parts: dict[Hashable, list[_File]] = defaultdict(list)
     for number, file in enumerate(group):
         if number % 64 == 0 and time.monotonic() > deadline:
@@ -79,7 +82,7 @@ def _two_labels(files: Sequence[_File]) -> list[_File]:
 
 
 def _in_both(files: Sequence[_File]) -> list[_File]:
-    """A training and a validation file; [] unless there are both."""
+    """A training and a validation file; [] unless the group has both."""
     of_split = {file.is_val: file for file in reversed(files)}
     return [of_split[False], of_split[True]] if len(of_split) > 1 else []
 

@@ -5,8 +5,8 @@ little, lit unevenly, and covered with clutter and noise. Colour, brightness and
 network must recognise the pattern. It is drawn as a scalar field over plane coordinates (u, v) whose unit is the
 pattern's period.
 
-The files are identical on every system. For this, every number that multiplies a field is a Python number, as NumPy 1
-and 2 promote their scalars differently, and angles are not computed by the C library.
+The files are identical on every system. To ensure this, every number that multiplies a field is a Python number,
+because NumPy 1 and 2 promote NumPy scalars differently. For the same reason angles are not computed by the C library.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pipelines.progress import map_in_order
 SAMPLES_FOLDER = Path("data/samples")
 NUM_TRAIN = 150  # images of each class
 NUM_VAL = 25
-_VERSION = 3  # raise it whenever the drawing changes, so that an older set is not mistaken for this one
+_VERSION = 3  # raised whenever the drawing changes, so that an older set is not mistaken for the present one
 _MARKER = "samples.json"
 TINT = 50.0  # largest deviation of a colour's channel from grey, of 255
 _LUMA = np.array((0.299, 0.587, 0.114))  # weights of R, G, B: ITU-R BT.601
@@ -66,7 +66,8 @@ _PI, _REST_OF_PI = np.float32(np.pi), np.float32(-8.7422776573e-08)
 def _angle(v: Field, u: Field) -> Field:
     """np.arctan2(v, u), but NaN where both are 0, computed like fdlibm's (Sun, 1993: e_atan2f.c, s_atanf.c).
 
-    NumPy's arctan2 comes from the C library; its last bits differ since glibc 2.41 and on CPUs with AVX-512.
+    NumPy's arctan2 comes from the C library; the last bits of its results differ since glibc 2.41 and on CPUs with
+    AVX-512.
     """
     with np.errstate(divide="ignore", invalid="ignore"):  # u may be 0
         x = np.abs(v / u)
@@ -192,7 +193,8 @@ def draw(pattern: str, rng: np.random.Generator) -> Image.Image:
 def _plane(x: Field, y: Field, centred: bool, rng: np.random.Generator) -> tuple[Field, Field]:
     """Coordinates of the pattern's plane: rotated, scaled, in perspective, slightly bent."""
     angle = rng.uniform(-0.15, 0.15)  # radians
-    periods = rng.uniform(2.5, 3.2)  # across the shorter side: in an image of 32 pixels a period has about ten
+    # periods across the shorter side; in an image of 32 pixels a period has about ten pixels
+    periods = rng.uniform(2.5, 3.2)
     tilt = rng.uniform(-0.1, 0.1, 2).tolist()
     depth = 1 + tilt[0] * x + tilt[1] * y
     phase = rng.uniform(0, 2 * np.pi, 2).tolist()
@@ -209,7 +211,7 @@ def _plane(x: Field, y: Field, centred: bool, rng: np.random.Generator) -> tuple
 def _two_colours(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Draw a dark and a light colour: tints of two clearly different greys."""
     while True:
-        dark, light = rng.uniform(20, 235, 2)  # luma
+        dark, light = rng.uniform(20, 235, 2)  # luma of the two colours
         if light - dark > 60:
             break
     tints = rng.uniform(-TINT, TINT, (2, 3))
@@ -280,7 +282,7 @@ def make_samples(
         for _ in map_in_order(write, jobs, len(jobs), "drawing the sample set", num_threads):
             pass
         (partial / _MARKER).write_text(json.dumps(description))
-        partial.rename(folder)  # in one step; it replaces at most an empty folder
+        partial.rename(folder)  # the renaming is atomic, and replaces at most an empty folder
     except OSError as error:
         if _description_of(folder) == description:  # another process has drawn it meanwhile
             return False

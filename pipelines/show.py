@@ -22,8 +22,9 @@ from pipelines.transform import Augmentation
 _MARGIN, _GAP, _CAPTION = 24, 10, 22  # pixels
 _TOP = _MARGIN + 40
 _BACKGROUND, _INK, _FAINT = (250, 250, 248), (40, 40, 40), (130, 130, 130)
-_MOST_PIXELS = 10**8  # per sheet: 0.3 GB
-_LEAST_TILE = 112  # pixels; a smaller image is enlarged by a whole factor to at least this, so its pixels stay visible
+_MOST_PIXELS = 10**8  # most pixels of a sheet, which take 0.3 GB
+# pixels; a smaller image is enlarged to at least this size by an integer factor, so that its pixels stay visible
+_LEAST_TILE = 112
 
 
 # Each augmentation alone: its command-line option, and the fields of Augmentation.

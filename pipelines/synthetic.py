@@ -1,4 +1,4 @@
-"""Synthetic images: generated once, kept on the device, and returned again and again, so that loading costs nothing.
+"""Synthetic images: generated once, kept on the device, and returned repeatedly, so that loading costs nothing.
 
 Every class has its own pattern, a smooth random field; an image is the pattern of its class plus noise. Training and
 validation share the patterns but not the noise. So a network that learns reaches a high validation accuracy, and a
@@ -21,7 +21,7 @@ _PATTERNS_SEED = 2015
 
 
 class SyntheticLoader(Loader):
-    """Random images whose labels can be learned."""
+    """A loader of random images whose labels can be learned."""
 
     def __init__(self, config: LoaderConfig, shard: tuple[int, int]):
         num_classes = config.num_classes or 10
@@ -49,7 +49,8 @@ class SyntheticLoader(Loader):
     def _make_pool(self, num_batches: int, pixels: int) -> list[tuple[Any, Any]]:
         config = self.config
         rng = np.random.default_rng([config.seed, config.split == "val", self.shard[0]])
-        # Every image takes another window of one noise field: drawing noise for each image would take minutes.
+        # Every image uses a different window of one noise field, because drawing noise for each image would take
+        # minutes.
         noise = rng.standard_normal((2 * pixels, 2 * pixels, 3), np.float32)
         pool = []
         for _ in range(num_batches):

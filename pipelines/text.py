@@ -1,4 +1,4 @@
-"""Loads text as batches of words and their next words, so that language models train as classifiers do.
+"""Loads text as batches of words and their next words, so that language models can be trained like classifiers.
 
 An example is one word; its class is the next word. A batch holds `steps` consecutive words of each of several
 sequences, step by step: an array (steps * sequences, 1, 1, 1) of word numbers, shaped like images of one pixel. The
@@ -23,7 +23,7 @@ from pipelines.loader import Batch, Loader, LoaderConfig
 UNKNOWN, END = "<unk>", "<eos>"  # a word outside the vocabulary, and the end of a line
 ALIGNMENT = 8  # a vocabulary's size is a multiple of this, as GPU kernels need for the number of classes
 
-_SUCCESSORS = 8  # possible next words of each word in a generated text
+_SUCCESSORS = 8  # number of possible next words of each word in a generated text
 _SENTENCE_WORDS = 12  # mean words per line of a generated text
 
 
@@ -79,7 +79,7 @@ def vocabulary(words: Iterable[str], most: int) -> list[str]:
 
 
 def num_known(known: Sequence[str]) -> int:
-    """The number of words in a vocabulary without its padding entries, which alone contain a space."""
+    """The number of words in a vocabulary without padding entries. Only padding entries contain a space."""
     return sum(" " not in word for word in known)
 
 

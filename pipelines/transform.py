@@ -1,6 +1,6 @@
 """The options for transforming an image between its file and the network; imports nothing slow.
 
-They are declared once, for command lines, loaders and the DALI graph. To add an augmentation, add a field to
+The options are declared once, for command lines, loaders and the DALI graph. To add an augmentation, add a field to
 `Augmentation`, its limit to `LIMITS`, and its operator to pipelines/graph.py.
 """
 
@@ -18,13 +18,14 @@ from pipelines.errors import DataError
 # and of Gluon's model zoo).
 MEAN = (123.675, 116.28, 103.53)
 STD = (58.395, 57.12, 57.375)
-# Far more than a camera's pictures have, and 6.5 times the largest ImageNet image according to DALI's example (5,980 by
-# 6,430 pixels; docs/examples/use_cases/pytorch/resnet50/main.py). Such an image takes 0.75 GB of memory.
+# This is far more than the pictures of a camera have, and 6.5 times the largest ImageNet image according to DALI's
+# example (5,980 by 6,430 pixels; docs/examples/use_cases/pytorch/resnet50/main.py). An image with this number of pixels
+# takes 0.75 GB of memory.
 MAX_PIXELS = 250_000_000
 MOST_OPERATIONS = 4  # RandAugment applies at most this many operations to an image
 
 
-@dataclass(frozen=True, kw_only=True)  # so that subclasses may add fields without a default
+@dataclass(frozen=True, kw_only=True)  # kw_only, so that subclasses may add fields without a default
 class SizeLimit:
     """Loader."""
 
@@ -140,7 +141,7 @@ OF_POLICIES: dict[str, tuple[str, ...]] = {
     "randaugment_magnitude_std": ("randaugment-timm",),
 }
 
-MOST_PADDING = 256  # pixels: with more, most of a crop would be padding
+MOST_PADDING = 256  # most pixels of padding; with more, most of a crop would be padding
 
 LIMITS: dict[str, Limit] = {
     "random_area": (lambda value: 0.001 <= value[0] <= value[1] <= 1, "two fractions from 0.001 on, the smaller first"),

@@ -1,4 +1,4 @@
-"""Measures the best fraction of images for the GPU's JPEG engine, once, and keeps it on disk.
+"""Measures the best fraction of images for the GPU's JPEG engine, once, and keeps the result on disk.
 
 The fastest fraction depends on the GPU, the number of CPU threads, and the images, because the engine, the CPU (Huffman
 decoding) and the CUDA cores share the work. Among fractions that are about equally fast, the largest is taken. It
@@ -21,10 +21,10 @@ from pipelines.progress import num_cores
 from pipelines.sources import Source
 
 CANDIDATES = (0.5, 0.65, 0.8, 0.9, 1.0)
-SECONDS = 0.6  # per candidate, after a warm-up
-# Candidates from this fraction of the highest speed on count as equally fast. On 4 H200 (ResNet-50), 0.8 was fastest
-# for the loader alone, but 24 of 190 training steps were 7 to 32 ms late, and the mean step took 27.4 ms. With 1.0, at
-# 94 % of that loader speed, one step was late, and the mean step took 25.6 ms (docs/data.md).
+SECONDS = 0.6  # seconds of measuring per candidate, after a warm-up
+# Candidates with at least this fraction of the highest speed count as equally fast. On 4 H200 (ResNet-50), 0.8 was
+# fastest for the loader alone, but 24 of 190 training steps were 7 to 32 ms late, and the mean step took 27.4 ms. With
+# 1.0, at 94 % of that loader speed, one step was late, and the mean step took 25.6 ms (docs/data.md).
 NEARLY_FASTEST = 0.9
 MIN_BATCHES = 100  # a shorter epoch ends before the measurement has paid off
 
@@ -32,10 +32,11 @@ log = logging.getLogger("pipelines.tuning")
 
 
 def tune(config: LoaderConfig, source: Source, shard: tuple[int, int]) -> LoaderConfig:
-    """Set `hw_decoder_load` if it is not given: from an earlier measurement on this machine and data, else by one now.
+    """Set `hw_decoder_load` if it is not given: from an earlier measurement with this machine and data, otherwise by
+    measuring now.
 
-    The measurement is a sweep of the training loader (about five seconds). If there is neither, the option stays unset
-    and the graph takes its default.
+    The measurement is a sweep of the training loader (about five seconds). If neither is possible, the option stays
+    unset and the graph uses its default.
     """
     if (config.device != "gpu" or config.hw_decoder_load is not None or source.feeds == "pixels"
             or decodes_on_cpu(config, source)):

@@ -65,7 +65,7 @@ class Item(NamedTuple):
     """One entry of a data set."""
 
     name: str
-    line: str  # its line in the clean index or list
+    line: str  # the entry's line in the clean index or list
     label: int | None  # None: not a class of the list
     read: Callable[[], bytes]
     problem: str = _NO_CLASS  # the finding if `label` is None
@@ -75,10 +75,10 @@ class Usable(NamedTuple):
     """An image that can be used."""
 
     name: str
-    line: str  # its line in the clean index or list
+    line: str  # the image's line in the clean index or list
     label: int | None
-    digest: bytes  # of its encoded bytes
-    thumbnail: bytes = b""  # see `near_copies`; empty if it is not wanted
+    digest: bytes  # digest of the encoded bytes
+    thumbnail: bytes = b""  # see `near_copies`; empty if not requested
 
 
 class Report(NamedTuple):
@@ -87,9 +87,11 @@ class Report(NamedTuple):
     where: str  # file or folder, with the split if the folder may hold files of both splits
     num_images: int
     findings: list[tuple[str, Finding]]  # (file or record, finding)
-    clean_path: Path | None  # for the index or list without the unusable images; None: the format has neither
+    # path for the index or list without the unusable images; None: the format has no index or list
+    clean_path: Path | None
     usable: list[Usable]
-    is_shared: bool = False  # whether validation reads the same folders, and so must read the same list
+    # whether validation reads the same folders, and so must read the list that is written for training
+    is_shared: bool = False
     remarks: Sequence[str] = ()  # sentences about data that are left out
     classes: Mapping[int, str] = MappingProxyType({})  # label -> folder or synset, for classes that have images
 
@@ -111,8 +113,8 @@ def verify_split(
 ) -> Report:
     """Check all images of one split. Raises DataError if the split does not exist.
 
-    `thumbnails`: keep what `name_near_copies` compares. With `to_clean`, first raises UserError if `write_clean` could
-    not write its file.
+    `thumbnails`: keep the thumbnails that `name_near_copies` compares. With `to_clean`, first raises UserError if
+    `write_clean` could not write its file.
     """
     check_not_negative(num_threads=num_threads)
     check_positive(max_pixels=max_pixels, num_classes=1 if num_classes is None else num_classes)
@@ -166,8 +168,9 @@ def verify_split(
 
 
 def name_two_labels(report: Report) -> Report:
-    """Add a finding for each image whose bytes also occur under another label. It stays usable, because only a person
-    can say which label is right."""
+    """Add a finding for each image whose bytes also occur under another label. The image stays usable, because only a
+    person can decide which label is right.
+    """
     of_bytes: dict[bytes, dict[int | None, str]] = defaultdict(dict)
     for image in report.usable:
         of_bytes[image.digest].setdefault(image.label, image.name)
@@ -181,8 +184,9 @@ def name_two_labels(report: Report) -> Report:
 
 
 def name_near_copies(reports: Sequence[Report]) -> list[Report]:
-    """Add a finding for each image that is a near copy of an earlier one in its split, or of one in an earlier report.
-    Identical bytes are not reported again."""
+    """Add a finding for each image that is a near copy of an earlier image in its split, or of an image in an earlier
+    report. Identical bytes are not reported again.
+    """
     images = [(number, image) for number, report in enumerate(reports) for image in report.usable if image.thumbnail]
     thumbnails = np.frombuffer(b"".join(image.thumbnail for _, image in images), np.uint8).reshape(len(images), -1)
     findings: list[list[tuple[str, Finding]]] = [[] for _ in reports]
@@ -199,8 +203,8 @@ def name_near_copies(reports: Sequence[Report]) -> list[Report]:
 def class_remarks(train: Report, val: Report) -> list[str]:
     """Remarks about classes with images in only one of the two splits.
 
-    There are none if one split has class names and the other has numbers, or if numbers may count from 0 or from 1: a
-    run resolves or refuses these cases.
+    No remark is made if one split has class names and the other has numbers, or if numbers may count from 0 or from 1,
+    because a run resolves or refuses these cases.
     """
     in_train, in_val = (set(map(nfc, report.classes.values())) for report in (train, val))
     if len({all(name.isdecimal() for name in names) for names in (in_train, in_val)}) > 1:
@@ -238,7 +242,7 @@ def leave_out_duplicates(train: Report, val: Sequence[Usable], val_classes: Mapp
 
 
 def write_clean(report: Report) -> None:
-    """Write the index or list of the usable images; an existing one is kept as NAME.orig."""
+    """Write the index or list of the usable images; an existing file is kept as NAME.orig."""
     if not report.usable:
         raise DataError(f"{report.where}: none of its {report.num_images} images is usable; nothing is written")
     path = report.clean_path
@@ -306,7 +310,8 @@ def _counts(kinds: Counter[str]) -> str:
 
 def _look_at(max_pixels: int, thumbnails: bool, item: Item) -> tuple[Finding | None, bytes, bytes]:
     """Pillow's finding about an image, the digest of its bytes (b"" if they cannot be used), and its thumbnail (b"" if
-    it is not wanted)."""
+    not requested).
+    """
     try:
         encoded = item.read()
     except BrokenRecordError as error:
@@ -328,7 +333,8 @@ def _messages(
     doubtful = {i for i in places if (finding := findings[i]) and finding.doubtful}
     groups = [places[start : start + GROUP_SIZE] for start in range(0, len(places), GROUP_SIZE)]
     judge = partial(check, alone=doubtful)
-    for found in map_in_order(judge, groups, len(places), title, num_threads=1, size=len):  # has its own threads
+    # `judge` has its own threads
+    for found in map_in_order(judge, groups, len(places), title, num_threads=1, size=len):
         yield from found.items()
 
 

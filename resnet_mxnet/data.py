@@ -30,7 +30,8 @@ def loader(data: str | os.PathLike[str] | None = None, *, split: str = "train", 
         options: those of the command `train` that concern images: `config`, `batch_size`, `image_size`, `val_split`,
             `seed`, `device`, all augmentations, ... By default `device` is "cpu" here.
 
-    Returns: A loader. Iterating gives the rest of an epoch as `Batch`es: `data`, an MXNet array (N, height, width, 3),
+    Returns:
+        A loader. Iterating gives the rest of an epoch as `Batch`es: `data`, an MXNet array (N, height, width, 3),
         normalised, read only; `label` (N,) float32; `num_valid`, how many rows count (in validation the last batch is
         padded). `loader.class_names` has the classes. Close the loader, or use it in a `with` block.
 
@@ -67,10 +68,12 @@ def create_model(name: str, num_classes: int = 1000, label_smoothing: float = 0.
         num_classes: the number of classes.
         label_smoothing: the share of the target that other classes get.
 
-    Returns: `Network`, whose `symbol` is an MXNet Symbol with the inputs `data` (N, H, W, 3) and `softmax_label` (N,),
-        and whose `graph` is the same network as a Graph of this project's passes.
+    Returns:
+        `Network`, whose `symbol` is an MXNet Symbol with the inputs `data` (N, H, W, 3) and `softmax_label` (N,), and
+        whose `graph` is the same network as a Graph of this project's passes.
 
-    Raises: UserError: no network has this name, or a number is not allowed.
+    Raises:
+        UserError: no network has this name, or a number is not allowed.
     """
     if not isinstance(name, str):
         raise TrainError(f"name is {name!r}: give one of rm.models()")

@@ -44,16 +44,21 @@ def load(
         net = rm.load("runs/photos")
         with rm.load("resnet50.safetensors", device="gpu(1)") as net: ...
 
-    Args: place: a run folder (its best checkpoint is used), a checkpoint, or weights of another program: .pth, .pt,
-        .safetensors, Gluon's .params, an ONNX export of this program. int8: compute with the INT8 network that
-        `quantize` has made from this network. device: "auto", "cpu", "gpu", or one of several GPUs, "gpu(1)". auto: the
-        GPU if there is one that the executor can use. executor: "auto", "mxnet", "reference" or "cuda". batch_size: the
-        largest number of images in a forward pass; None: 32, on a GPU 256. num_threads: threads that decode; 0: one for
-        each core. hw_decoder_load: on a GPU, the share of JPEGs that its JPEG engine decodes; -1: DALI's default share.
-        max_pixels: an image with more pixels counts as unreadable. plugin: files of plug-ins, if those of the network's
-        run are no longer where they were.
+    Args:
+        place: a run folder (its best checkpoint is used), a checkpoint, or weights of another program: .pth, .pt,
+            .safetensors, Gluon's .params, an ONNX export of this program.
+        int8: compute with the INT8 network that `quantize` has made from this network.
+        device: "auto", "cpu", "gpu", or one of several GPUs, "gpu(1)". auto: the GPU if there is one that the executor
+            can use.
+        executor: "auto", "mxnet", "reference" or "cuda".
+        batch_size: the largest number of images in a forward pass; None: 32, on a GPU 256.
+        num_threads: threads that decode; 0: one for each core.
+        hw_decoder_load: on a GPU, the share of JPEGs that its JPEG engine decodes; -1: DALI's default share.
+        max_pixels: an image with more pixels counts as unreadable.
+        plugin: files of plug-ins, if those of the network's run are no longer where they were.
 
-    Raises: UserError: no weights are found, the weights are damaged, or the device is not available.
+    Raises:
+        UserError: no weights are found, the weights are damaged, or the device is not available.
     """
     _check_place(place)
     kind, number = device_and_number(device)
@@ -140,8 +145,9 @@ class TrainedNetwork:
             For one image a `Prediction`, for several `Predictions`, a list in their order. `prediction.best` is the
             most likely class as a `Guess` with `name`, `index` and `probability`; `prediction.guesses` has all.
 
-        Raises: UserError: an image cannot be read, `images` has no image, or `top` is larger than the network's number
-            of classes.
+        Raises:
+            UserError: an image cannot be read, `images` has no image, or `top` is larger than the network's number of
+                classes.
         """
         if isinstance(top, bool) or not isinstance(top, (int, np.integer)):
             raise TrainError(f"top is {top!r}: give a whole number")
@@ -162,7 +168,8 @@ class TrainedNetwork:
         Returns:
             float32 (C,) for one image, (N, C) for several, in their order; C is `num_features`.
 
-        Raises: UserError: an image cannot be read, `images` has no image, or the network is in INT8.
+        Raises:
+            UserError: an image cannot be read, `images` has no image, or the network is in INT8.
         """
         single, is_one = _in_order(images)
         found = self._predictor.embed(single, on_bad_image)
@@ -181,7 +188,8 @@ class TrainedNetwork:
             `Validated`, with `num_images`, `loss` (nats), `top1` and `top5` (fractions), `balanced_top1`, and
             `plugin_metrics` by name.
 
-        Raises: UserError: the data cannot be read, or has other classes than the network.
+        Raises:
+            UserError: the data cannot be read, or has other classes than the network.
         """
         own = self._predictor.options
         given = {"checkpoint": self.place, "int8": own.int8, "device": own.device, "executor": own.executor,
@@ -222,7 +230,8 @@ class TrainedNetwork:
         Returns:
             The INT8 network, loaded like this one. `load(place, int8=True)` loads it later.
 
-        Raises: UserError: the checkpoint has an INT8 network already, or there are too few images.
+        Raises:
+            UserError: the checkpoint has an INT8 network already, or there are too few images.
         """
         own = self._predictor.options
         given = {"checkpoint": self.place, "plugin": own.plugin} | options

@@ -75,16 +75,19 @@ def train(*, callbacks: Sequence[Any] = (), **options: Any) -> Run:
         run = rm.train(data="photos", weights="resnet18.safetensors", config="finetune", output="runs/photos")
         run = rm.train(resume="runs/photos", epochs=10)
 
-    Args: callbacks: functions that are called at the end of each epoch with its number (from 1) and its results by
-        name, such as `train_loss`, `val_top1` (fractions; `Run.history` has the names). If one returns True, or a
-        sentence that says why, the run ends there. Objects and classes with the hooks of `callback` are accepted too.
+    Args:
+        callbacks: functions that are called at the end of each epoch with its number (from 1) and its results by name,
+            such as `train_loss`, `val_top1` (fractions; `Run.history` has the names). If one returns True, or a
+            sentence that says why, the run ends there. Objects and classes with the hooks of `callback` are accepted
+            too.
         options: those of `resnet-mxnet train --help`, with underscores: `batch_size=64` for --batch-size 64,
             `tensorboard=False` for --no-tensorboard. Paths may be `pathlib.Path`; None counts as not given.
 
     Returns:
         The run. Its folder has the checkpoints and the report.
 
-    Raises: UserError: a mistake in the options, the data or the weights. The text is the message of the command line.
+    Raises:
+        UserError: a mistake in the options, the data or the weights. The text is the message of the command line.
         StoppedBySignal: Ctrl-C (in a notebook: interrupt), SIGTERM or SIGHUP arrived, in the main thread. The run is
             saved; `train(resume=folder)` resumes it. In other threads signals are left to the program.
     """
@@ -97,7 +100,8 @@ def load_run(folder: str | os.PathLike[str]) -> Run:
 
         rm.load_run("runs/photos").history["train_loss"]
 
-    Raises: UserError: the folder has no run, or its metrics cannot be read.
+    Raises:
+        UserError: the folder has no run, or its metrics cannot be read.
     """
     return Run.read(_folder(folder))
 
@@ -111,7 +115,8 @@ def list_runs(folder: str | os.PathLike[str] = "runs") -> list[Run]:
 
     A run whose metrics cannot be read has the state "damaged", no history, and in `reason` a sentence that says why.
 
-    Raises: UserError: the folder does not exist.
+    Raises:
+        UserError: the folder does not exist.
     """
     return Run.list_runs([_folder(folder)])
 
@@ -123,11 +128,14 @@ def compare(*folders: str | os.PathLike[str], accuracies: Sequence[float] = ()) 
         found = rm.compare("runs/a", "runs/b")
         print(found.markdown())
 
-    Args: folders: run folders, or folders that hold some. accuracies: top-1 accuracies (fractions) for the time to
-        accuracy; (): a choice of accuracies that the runs reach.
+    Args:
+        folders: run folders, or folders that hold some.
+        accuracies: top-1 accuracies (fractions) for the time to accuracy; (): a choice of accuracies that the runs
+            reach.
 
-    Raises: UserError: a folder does not exist or has no run that can be compared, or an accuracy is not above 0 and at
-        most 1.
+    Raises:
+        UserError: a folder does not exist or has no run that can be compared, or an accuracy is not above 0 and at most
+            1.
     """
     return compare_folders([_folder(folder) for folder in folders], _checked(accuracies))
 

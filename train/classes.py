@@ -28,14 +28,20 @@ def match(
     that are all numbers count as numbers: folders 0, 1, 10, 2 are the classes 0, 1, 10 and 2 of a .rec file. If only
     one side consists of numbers, these numbers are taken as class indices of the other side.
 
-    Args: data: the data path, for messages. found: the data's classes. known: the network's classes. whose: the owner
-        of `known`, for messages: 'the network of runs/NAME'. is_whole: whether the data must have all classes of the
-        network. met: returns the indices in `found` of classes that have images. Called only if the network lacks a
-        class, or if numbers may count from 0 or from 1. None: all classes have images. The network may lack a class
-        without images, which then maps to -1. place: the file or folder of the split, for messages; "": the data path.
+    Args:
+        data: the data path, for messages.
+        found: the data's classes.
+        known: the network's classes.
+        whose: the owner of `known`, for messages: 'the network of runs/NAME'.
+        is_whole: whether the data must have all classes of the network.
+        met: returns the indices in `found` of classes that have images. Called only if the network lacks a class, or if
+            numbers may count from 0 or from 1. None: all classes have images. The network may lack a class without
+            images, which then maps to -1.
+        place: the file or folder of the split, for messages; "": the data path.
         first_labels: the stored labels of the first class in the data and in the network; see TFRecordSource.
 
-    Raises: TrainError: the network lacks a class of the data, or the data lacks a class that it must have.
+    Raises:
+        TrainError: the network lacks a class of the data, or the data lacks a class that it must have.
     """
     by_number = _by_number(place or data, found, known, whose, met or (lambda: range(len(found))), first_labels)
     labels, note, has_names = by_number or (_by_name(found, known), "", True)

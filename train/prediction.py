@@ -255,7 +255,9 @@ class Predictor:
                 keep_pictures: bool = False) -> list[Prediction]:
         """The most likely classes of images, in their order.
 
-        Args: images: each in a form that `pipelines.given.given` accepts. top: number of classes for each image.
+        Args:
+            images: each in a form that `pipelines.given.given` accepts.
+            top: number of classes for each image.
             on_bad_image: "error" raises for an image that cannot be read; "skip" gives a Prediction with its `error`.
             keep_pictures: keep the image in each Prediction as the network sees it.
 

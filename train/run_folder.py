@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from pathlib import Path
 
-_taken: list[Path] = []  # created by this process, and not removed yet; the outermost first
+_taken: list[Path] = []  # folders that this process has created and not removed; the outermost first
 
 
 def take(folder: Path) -> Path:
@@ -27,5 +27,5 @@ def take(folder: Path) -> Path:
 def give_back() -> None:
     """Remove the created folders that are still empty, when a command ends before its first file."""
     while _taken:
-        with contextlib.suppress(OSError):  # it has files, or is gone
+        with contextlib.suppress(OSError):  # the folder has files, or does not exist any more
             _taken.pop().rmdir()

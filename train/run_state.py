@@ -1,4 +1,5 @@
-"""The state of a run: equal in all processes, captured for a checkpoint, restored from one."""
+"""The state of a run: the state is equal in all processes, captured for a checkpoint, and restored from a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ class RunState:
 
     def __init__(self, config: Config, workers: Workers, executor: Executor, train_loader: Loader) -> None:
         self.config = config
-        self.stated = config  # the configuration that the run's files show
+        self.stated = config  # the configuration that is written to the run's files
         self.workers, self.executor, self.train_loader = workers, executor, train_loader
         self.optimizer = make_optimizer(executor, config)
         self.shares = InitialShares(executor)
@@ -42,9 +43,9 @@ class RunState:
             self._assign(live, broadcast(canonical, name))
 
     def _assign(self, live: Mapping[str, Any], values: Mapping[str, np.ndarray]) -> None:
-        """Set the executor's or optimizer's arrays from canonical ones."""
+        """Set arrays of the executor or the optimizer from canonical arrays."""
         for name, value in values.items():
-            if name in live:  # otherwise it is frozen
+            if name in live:  # tensors that are not in `live` are frozen
                 live[name][:] = self.executor.from_canonical(name, value)
 
     def capture(self) -> Checkpoint:
@@ -56,7 +57,7 @@ class RunState:
         of the copies. Any thread may call it while training continues."""
         executor, optimizer = self.executor, self.optimizer
         executor.synchronize()
-        # averaged, because each process has seen other images
+        # averaged, because each process has seen different images
         self.workers.all_reduce_on_host(executor.trained_statistics, "aux")
         live = optimizer.ema
         self.workers.all_reduce_on_host([live[name] for name in executor.aux if name in live], "ema aux")

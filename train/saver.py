@@ -1,4 +1,6 @@
-"""Saves a run: decides when a checkpoint is due, writes it beside the training, and notices removed checkpoints."""
+"""Saves a run: decides when a checkpoint is due, writes the checkpoint while training continues, and notices removed
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,13 @@ from train.recording.recorder import Recorder
 from train.run_state import RunState
 
 BYTES = 4  # bytes of each value in a checkpoint
-FRESH_SECONDS = 30.0  # a checkpoint younger than this makes another one before validation unnecessary
+FRESH_SECONDS = 30.0  # no checkpoint is saved before validation if the last checkpoint is younger than this
 
 
 class _Begun(NamedTuple):
     """A checkpoint that is being written."""
 
-    progress: Progress  # at its capture
+    progress: Progress  # progress at the capture
     is_best: bool
 
 
@@ -38,13 +40,13 @@ class Saver:
     """Writes the checkpoints of a run into its folder.
 
     The state is copied to host memory between two steps, and rank 0 writes the copy in a thread while training
-    continues. At most one write is in flight: the next checkpoint waits for the one before. A checkpoint is
-    reported to the recorder and to `on_saved` by the training thread, once its files are complete. The error of a write
-    ends the run at the next step or checkpoint (`has_failed`, `finish`).
+    continues. At most one write is in flight: the next checkpoint waits for the previous one. A checkpoint is reported
+    to the recorder and to `on_saved` by the training thread, once its files are complete. The error of a write ends the
+    run at the next step or checkpoint (`has_failed`, `finish`).
     """
 
     def __init__(self, state: RunState, run_folder: Path, resume_command: str) -> None:
-        """`state`: already restored, if the run resumes."""
+        """`state`: the state of the run, already restored if the run resumes."""
         self.state = state
         self.resume_command = resume_command
         self.checkpoints = CheckpointFolder(run_folder, state.config.keep_checkpoints)
@@ -54,13 +56,15 @@ class Saver:
         self.saved_at = time.monotonic()  # time of the last capture
         self._writer = Background()  # used by rank 0
         self._unreported: _Begun | None = None  # rank 0: the checkpoint in flight, until it is reported
-        self._is_finished = True  # equal on all ranks: whether all know that the latest checkpoint is complete
+        self._is_finished = True  # whether all ranks know that the latest checkpoint is complete; equal on all ranks
         resumed = self.checkpoints.path_of(state.progress.step)
         if state.progress.step and resumed.exists():
             self.last_saved, self.saved_progress = resumed, replace(state.progress)
 
     def check_space(self) -> None:
-        """Raise TrainError if the run's folder has no room for a checkpoint: better now than after an epoch."""
+        """Raise TrainError if the run's folder has no room for a checkpoint, so that this error comes before training
+        and not after an epoch.
+        """
         state = self.state
         if state.workers.rank:
             return
@@ -87,8 +91,8 @@ class Saver:
     def save(self, recorder: Recorder, best: Outcomes | None = None) -> None:
         """Capture a checkpoint, unless the last one has this state, and begin to write it. A collective operation.
 
-        `best`: the outcomes of the validation just made, if it is the best so far; they are kept with the weights.
-        Raises TrainError if the checkpoint before it is not finite or cannot be written.
+        `best`: the outcomes of the latest validation, if it is the best so far; the outcomes are kept with the weights.
+        Raises TrainError if the previous checkpoint is not finite or cannot be written.
         """
         workers, progress, is_best = self.state.workers, self.state.progress, best is not None
         self.finish(recorder)
@@ -115,7 +119,7 @@ class Saver:
         self.finish(recorder)
 
     def save_before_error(self, recorder: Recorder) -> None:
-        """Save before a user's mistake ends the run, and report how to resume."""
+        """Save a checkpoint before a user's mistake ends the run, and report how to resume."""
         self.save_completely(recorder)
         recorder.say(f"step {self.state.progress.step} is saved; fix that, then resume with: {self.resume_command}")
 
@@ -136,7 +140,8 @@ class Saver:
 
     def finish(self, recorder: Recorder) -> None:
         """Wait until the checkpoint in flight, if any, is complete, and report it. A collective operation. Raises
-        TrainError if its parameters are not finite or it cannot be written."""
+        TrainError if the checkpoint's parameters are not finite, or if it cannot be written.
+        """
         if not self._is_finished:
             self._is_finished = True
             with self.state.workers.agreement():
@@ -159,7 +164,8 @@ class Saver:
     @contextlib.contextmanager
     def finishing(self, recorder: Recorder) -> Iterator[None]:
         """A context in which the run trains. If an error ends it, the checkpoint in flight is still completed; but not
-        after Ctrl-C, as the user has been told that a second one ends the run without saving."""
+        after a second Ctrl-C, because the user has been told that it ends the run without saving.
+        """
         try:
             yield
         except Exception:
@@ -190,8 +196,7 @@ class Saver:
         )
 
     def look_for_removed(self, recorder: Recorder) -> None:
-        """Report removed checkpoints, and no longer count on them. While a checkpoint is being written, nothing is
-        looked for."""
+        """Report removed checkpoints, and no longer rely on them. Does nothing while a checkpoint is being written."""
         workers = self.state.workers
         removed = self.checkpoints.removed() if workers.rank == 0 and not self.is_writing else []
         recorder.removed([f"{FOLDER}/{name}" for name in removed])
@@ -202,8 +207,9 @@ class Saver:
             self._forget_best()
 
     def look_for_best(self) -> None:
-        """Forget the best accuracy if best.npz is missing: the run may resume in another folder, or the file was
-        removed."""
+        """Forget the best accuracy if best.npz is missing, because the run has resumed in another folder, or the file
+        was removed.
+        """
         workers = self.state.workers
         if workers.sum([workers.rank == 0 and not self.checkpoints.has_best])[0]:
             self._forget_best()
@@ -225,8 +231,9 @@ class Saver:
 
 
 def best_outcomes(run_folder: Path) -> tuple[int, Outcomes] | None:
-    """Epochs done at a run's best validation, and its outcomes, from best.npz. None without that file, or if an earlier
-    version has written it."""
+    """Epochs done at a run's best validation, and its outcomes, from best.npz. None if the file does not exist, or if
+    an earlier version has written it.
+    """
     found = read_outcomes(run_folder / FOLDER / BEST)
     if not found:
         return None

@@ -36,7 +36,7 @@ class Schedule:
     power: float = 2.0
     milestones: tuple[int, ...] = ()
     factor: float = 0.1
-    of_plugin: Registered | None = None  # in place of `kind`
+    of_plugin: Registered | None = None  # schedule of a plug-in, used in place of `kind`
 
     def __call__(self, step: int) -> float:
         """The learning rate of optimizer step `step`."""
@@ -71,7 +71,7 @@ def make_schedule(config: Config, steps_per_epoch: int, num_processes: int) -> S
     scale = config.global_batch(num_processes) / REFERENCE_BATCH
     of_plugin = plugins.find("schedule", config.schedule)
     if of_plugin:
-        for percent in range(101):  # so that it fails now, if at all
+        for percent in range(101):  # evaluated over the whole range, so that a faulty schedule fails before training
             _factor(of_plugin, percent / 100)
     return Schedule(
         kind=config.schedule,
@@ -89,8 +89,8 @@ def make_schedule(config: Config, steps_per_epoch: int, num_processes: int) -> S
 def image_size_in(config: Config, epoch: int) -> int:
     """Height and width of the training images in an epoch, in pixels.
 
-    Progressive resizing, as in libffcv/ffcv-imagenet: first_image_size until the first of resize_epochs, then a linear
-    rise, rounded to multiples of 32, to image_size at the second.
+    Progressive resizing, as in libffcv/ffcv-imagenet: first_image_size until the first epoch in resize_epochs, then a
+    linear rise, rounded to multiples of 32, to image_size at the second epoch in resize_epochs.
     """
     small, large = config.first_image_size or config.image_size, config.image_size
     start, end = config.resize_epochs

@@ -8,7 +8,8 @@ made from them use
     (r - s * initial) / (1 - s)
 
 like Adam's averages (Kingma and Ba, arXiv:1412.6980, section 3). A moving average of r (`--ema-decay`) contains the
-moving average of s. Trained and frozen statistics have no such share and are not changed.
+moving average of s. Statistics from trained weights, and frozen statistics, contain no share of initial values and are
+not changed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from graph_passes import roles
 from graph_passes.executors import Executor
 from graph_passes.operators.batch_norm import BATCH_NORMS, RUNNING
 
-LEAST = 2.0**-24  # a smaller share of an initial 1 is below fp32's rounding
+LEAST = 2.0**-24  # a smaller share of the initial value 1 is below fp32's rounding
 
 Arrays = dict[str, np.ndarray]
 Shares = dict[str, float]
@@ -38,7 +39,7 @@ class _Rule(NamedTuple):
 class InitialShares:
     """The shares of initial values in a run's statistics, until they become negligible.
 
-    `own`: of the running statistics, by name; `averaged`: of their moving averages.
+    `own`: the shares of the running statistics, by name; `averaged`: the shares of their moving averages.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -67,8 +68,9 @@ class InitialShares:
                                    for shares in (own, averaged))
 
     def divide_out(self, statistics: Mapping[str, np.ndarray], shares: Shares) -> tuple[Arrays, Arrays]:
-        """Remove the shares from canonical statistics. Returns the results, and the original values of those with a
-        share."""
+        """Remove the shares from canonical statistics. Returns the results, and the original values of the statistics
+        that have a share.
+        """
         biased = {name: statistics[name] for name in shares}
         unbiased = {name: _without(array, shares[name], self._rules[name].initial) for name, array in biased.items()}
         return unbiased, biased
@@ -94,7 +96,8 @@ class InitialShares:
 
 def without_variance(executor: Executor, image_size: int, processes: int = 1) -> list[str]:
     """BatchNorms that get only one value per channel, with images of this size on each of `processes` processes that
-    share statistics. The value equals its mean, so their output is always 0 before gamma and beta."""
+    share statistics. The value equals its mean, so the normalised output is always 0 before gamma and beta.
+    """
     images, *_, channels = executor.input_shapes["data"]
     graph = executor.graph
     shapes = graph.infer_shapes(executor.input_shapes | {"data": (images, image_size, image_size, channels)})
@@ -103,7 +106,7 @@ def without_variance(executor: Executor, image_size: int, processes: int = 1) ->
 
 
 def _without(array: np.ndarray, share: float, initial: float) -> np.ndarray:
-    if share == 1:  # no batch has been processed yet
+    if share == 1:  # share 1: no batch has been processed yet
         return array
     values = (array - share * np.float64(initial)) / (1 - share)
     # keeps rounding from making a variance negative

@@ -17,8 +17,8 @@ class Timing(NamedTuple):
     """The median of repeated timings, in the unit of the samples."""
 
     median: float
-    error: float | None  # standard error of the median, relative to it; None: too few samples to tell
-    limit: str  # the limit that ended it before the error was under 1 %, in words; "" if none did
+    error: float | None  # standard error of the median divided by the median; None: too few samples
+    limit: str  # the limit that ended the timing before the error was below 1 %, in words; "" if no limit did
 
 
 def standard_error_of_median(values: Sequence[float] | np.ndarray) -> float:
@@ -45,7 +45,7 @@ def repeat(sample: Callable[[], float], limit_seconds: float, least_seconds: flo
 
     Args:
         sample: takes one timing and returns it, in any unit.
-        limit_seconds: no sample begins after this time; at least one is taken.
+        limit_seconds: no sample begins after this time, but at least one sample is taken.
         least_seconds: the minimum duration.
         clock: returns seconds; for tests.
     """

@@ -35,9 +35,9 @@ def validate(
 ) -> Validation | None:
     """Validate on a whole split, with BatchNorm's present running statistics, which must be equal in all processes.
 
-    `stop` is called after each batch; None is returned if it was true on any process. `progress` gets the number of
+    `stop` is called after each batch; None is returned if `stop` was true on any process. `progress` gets the number of
     batches begun; `each` gets the network's results for every batch of this process. Raises UserError, on all
-    processes, if one cannot load or evaluate a batch.
+    processes, if one process cannot load or evaluate a batch.
     """
     pulse.show(Activity.VALIDATING)  # the first batch may wait for compilation
     batches, is_over = iter(loader), False
@@ -46,7 +46,8 @@ def validate(
     # fetches the previous batch's outcomes; the host counts while the device computes
     take: Callable[[], Outcomes] | None = None
     sampled = spread(loader.num_images)
-    for number in range(1, loader.num_batches + 1):  # equal in all processes, because they vote after each batch
+    # the number of batches is equal in all processes, because the processes vote after each batch
+    for number in range(1, loader.num_batches + 1):
         if not problem:
             try:
                 batch = next(batches)
@@ -70,12 +71,14 @@ def validate(
         metrics = executor.read_metrics()
     if is_over:
         return None
-    next(batches, None)  # ends the loader's epoch
+    next(batches, None)  # this call ends the loader's epoch
     return Validation(Metrics(*workers.sum(metrics)), Outcomes.together(workers.gather(Outcomes.together(found))))
 
 
 def printed_progress(total: int) -> Callable[[int], None]:
-    """A `progress` for `validate`: prints the number of batches begun, if the last such line is some time ago."""
+    """A `progress` for `validate`: prints the number of batches begun, if the previous line of this kind is some time
+    ago.
+    """
     last = time.monotonic()
 
     def tell(done: int) -> None:

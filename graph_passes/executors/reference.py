@@ -149,8 +149,10 @@ class ReferenceExecutor(Executor):
 class QuantisedExecutor(ReferenceExecutor):
     """Inference in INT8, exact to the bit: the oracle for GPUs, and an executor for users without one.
 
-    Args: graph, shapes: the network and the shapes of its inputs, as for every executor. scales, kept: as in
-        `passes/quantise.py`. params: by `quantise_params`.
+    Args:
+        graph, shapes: the network and the shapes of its inputs, as for every executor.
+        scales, kept: as in `passes/quantise.py`.
+        params: by `quantise_params`.
     """
 
     def __init__(self, graph: Graph, shapes: Mapping[str, Sequence[int]], scales: Scales, kept: Kept,

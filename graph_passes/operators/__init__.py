@@ -1,4 +1,4 @@
-"""The operators that passes and executors know. Each is described once.
+"""The operators that passes and executors know. Each operator is described once.
 
 Operators of networks and of training steps are described here, in the module of their family. The operator of a fused
 kernel is described beside that kernel (`executors/cuda/kernels/`) and enters the table at its first use. Passes leave
@@ -66,7 +66,8 @@ _KERNELS = "graph_passes.executors.cuda.kernels"
 
 class _Table(Mapping[str, Operator]):
     """Operators by name. Operators of kernels are imported at the first lookup of a name that is not described here:
-    their files import this package and everything that launches need."""
+    the files of these operators import this package, and all modules that launches need.
+    """
 
     def __init__(self, own: Mapping[str, Operator]) -> None:
         self._known, self._is_complete = dict(own), False

@@ -2,8 +2,8 @@
 
     function_of(node)    # -> Function("leaky", 0.01): which function a node applies, whatever its spelling
 
-Gradients are computed from the data; only ReLU's (operators/elementwise.py) is computed from the output. At a kink,
-such as leaky ReLU's at 0, the slope is MXNet's. Sources: ELU arXiv:1511.07289, SELU arXiv:1706.02515, GELU
+Gradients are computed from the data; only ReLU's gradient (operators/elementwise.py) is computed from the output. At a
+kink, such as leaky ReLU's at 0, the slope is MXNet's. Sources: ELU arXiv:1511.07289, SELU arXiv:1706.02515, GELU
 arXiv:1606.08415 (with erf), PReLU arXiv:1502.01852, hard sigmoid and hard swish arXiv:1905.02244.
 """
 
@@ -149,7 +149,7 @@ def _compute_backward(node: NodeView, dy: Array, x: Array) -> list[Array]:
 
 
 def _compute_prelu_backward(node: NodeView, dy: Array, x: Array, gamma: Array) -> list[Array]:
-    """There is one slope per channel, along the second dimension."""
+    """The gradients of data and slopes of PReLU. Each channel, along the second dimension, has one slope."""
     return [np.where(x > 0, dy, along_axis(gamma, 1, x.ndim) * dy), sum_over_others(np.where(x > 0, 0, x * dy), 1)]
 
 
@@ -165,7 +165,8 @@ def _numpy_gradient(node: NodeView, inputs: Sequence[Array], outputs: Sequence[A
 
 
 def _gradient(node: NodeView, dy: Ref, shapes: Mapping[Ref, Shape]) -> Gradient:
-    """ReLU's is computed from its output, the others' from the data."""
+    """The gradient of a function in the graph. ReLU's gradient is computed from the output, all others from the data.
+    """
     if is_relu(node):
         return relu_gradient(node, dy, shapes)
     name = f"{node.name}_backward"

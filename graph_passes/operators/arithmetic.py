@@ -58,7 +58,7 @@ def _mean(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
 
 
 def mean_axes(node: NodeView, ndim: int) -> tuple[int, ...]:
-    """The dimensions of a mean, counted from 0. Raises GraphError for one that the data does not have."""
+    """The dimensions of a mean, counted from 0. Raises GraphError for a dimension that the data does not have."""
     axes = node["axis"] or tuple(range(ndim))
     if node["exclude"] or not all(-ndim <= axis < ndim for axis in axes):
         raise GraphError(f"{node.op} '{node.name}' has axis={node['axis']}, exclude={node['exclude']}: leave out "
@@ -74,7 +74,7 @@ def _mean_backward(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, 
 
 
 def summed_to(x: Array, shape: Shape) -> Array:
-    """The gradient of a tensor of this shape that was broadcast to the shape of x."""
+    """The gradient `x`, summed to the shape of a tensor that was broadcast to the shape of x."""
     x = x.sum(axis=tuple(range(x.ndim - len(shape))))
     return x.sum(axis=tuple(axis for axis, size in enumerate(shape) if size != x.shape[axis]), keepdims=True)
 

@@ -1,7 +1,7 @@
 """The description of an operator, and helpers that the descriptions of all families share.
 
 An `Operator` describes one operator completely: inputs, outputs, attributes, shapes, gradient, and its computation in
-NumPy. Each module of this package has one family of operators; `operators/__init__.py` is the table of all.
+NumPy. Each module of this package has one family of operators; `operators/__init__.py` is the table of all operators.
 
 Names, attributes and defaults of MXNet's operators are MXNet's (`help(mx.sym.Convolution)`).
 """
@@ -69,7 +69,7 @@ class Attribute(NamedTuple):
 
 
 def by_body(node: Any, *given: Any) -> Any:
-    """A marker in place of `infer` and `compute`: they follow from the body."""
+    """A marker in place of `infer` and `compute`, which are then derived from the body."""
     raise NotImplementedError
 
 
@@ -78,10 +78,10 @@ class Operator:
     """The description of one operator.
 
     `infer` completes the input shapes (None: unknown) and returns the output shapes. `compute` returns the outputs, in
-    the dtype of the inputs. `gradient` writes the backward pass into the graph. `numpy_gradient` computes it for the
-    oracle, which has no such graph: (node, inputs, outputs, gradient of the first output, training) -> gradients of the
-    inputs, or None. `body` expresses the operator in primitives (`body.py`); an operator without a body is a primitive.
-    An operator with a body does not need `infer` and `compute`.
+    the dtype of the inputs. `gradient` writes the backward pass into the graph. `numpy_gradient` computes the gradient
+    for the oracle, which has no graph of the backward pass: (node, inputs, outputs, gradient of the first output,
+    training) -> gradients of the inputs, or None. `body` expresses the operator in primitives (`body.py`); an operator
+    without a body is a primitive. An operator with a body does not need `infer` and `compute`.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Operator:
     compute: Compute = by_body
     attrs: Mapping[str, Attribute] = field(default_factory=dict)
     outputs: tuple[str, ...] = ("output",)
-    # Input or output -> an attribute, or a function of the node: it is absent if that is true.
+    # Input or output -> an attribute, or a function of the node. The input or output is absent if this is true.
     optional: Mapping[str, str | Callable[[Any], bool]] = field(default_factory=dict)
     aux: tuple[str, ...] = ()  # inputs that the operator updates in training
     # Outputs that may overwrite an input, the preferred input first: element i of the output depends on that input only
@@ -98,14 +98,15 @@ class Operator:
     in_place: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     gradient: GradientRule | None = None
     numpy_gradient: NumpyGradient | None = None
-    # The operator that replaces it in a training step: it also outputs the tensors that the gradient needs.
+    # The operator that replaces this operator in a training step. It also outputs the tensors that the gradient needs.
     training: Callable[[Any], str] | None = None
     fused: bool = False  # a fused operator of ours: shown in another colour
     body: Callable[[Any], Sequence[Any]] | None = None
-    # An operator that computes the same from the same inputs, with a plainer kernel or one for all devices.
+    # Name of an operator that computes the same outputs from the same inputs, with a plainer kernel or a kernel for all
+    # devices.
     form_of: str = ""
     plain: bool = False  # the memory check's step, which is otherwise unfused, uses this fusion
-    forward: str = ""  # the operator under whose name users know this one: Convolution for ConvolutionWgrad
+    forward: str = ""  # the name that users know: Convolution for ConvolutionWgrad
 
     def default(self, attribute: str) -> Any:
         return self.attrs[attribute].default
@@ -175,7 +176,7 @@ def numbers(value: Any) -> tuple[float, ...]:
 
 
 def number(value: Any) -> int | float:
-    """Parse a number. An integer stays an integer, so that it is written as it was read."""
+    """Parse a number. An integer stays an integer, so that it is written in the form in which it was read."""
     return int(value) if str(value).lstrip("-").isdecimal() else float(value)
 
 
@@ -190,14 +191,15 @@ def one_of(*values: str) -> Callable[[Any], str]:
 
 FALSE, TRUE = Attribute(boolean, False), Attribute(boolean, True)
 OPTIONAL_SIZES = Attribute(integers, ())
-DATA_SHAPE = {"data_shape": Attribute(integers)}  # of the forward operator, not determined by the gradient's shape
+# shape of the forward operator's data, which the gradient's shape does not determine
+DATA_SHAPE = {"data_shape": Attribute(integers)}
 # A tensor may have two gradients: `out_grad_2` is added to `out_grad` while it is read, unless `single_grad` is set.
 # With a `grad_stride` the second gradient is compact (passes/compact_grad.py): of NHWC images it has only the pixels
 # whose row and column are multiples of that stride, and is 0 elsewhere.
 SINGLE_GRAD = {"single_grad": TRUE}
 SECOND_GRAD = {"out_grad_2": "single_grad"}
-# With a `grad_stride` the second is compact (passes/compact_grad.py): of images in NHWC it has the pixels whose row and
-# column are multiples of that stride, and is 0 elsewhere.
+# With a `grad_stride` the second gradient is compact (passes/compact_grad.py): of images in NHWC it has the pixels
+# whose row and column are multiples of that stride, and is 0 elsewhere.
 GRAD_STRIDE = {"grad_stride": OPTIONAL_SIZES}
 
 
@@ -214,7 +216,7 @@ def known(node: NodeView, shapes: Sequence[Shape | None], index: int = 0) -> Sha
 
 
 def image_batch(node: NodeView, shape: Shape) -> Shape:
-    """The shape, if it has four dimensions. Raises GraphError."""
+    """Return the shape. Raises GraphError unless it has four dimensions."""
     if len(shape) != 4:
         raise GraphError(f"{node.op} '{node.name}' needs a batch of images (4 dimensions), not the shape {shape}")
     return shape
@@ -236,7 +238,7 @@ def compact_shape(data: Shape, stride: Sequence[int]) -> Shape:
 
 
 def with_all_pixels(node: NodeView, compact: Array, shape: Shape) -> Array:
-    """The gradient with all pixels; with a `grad_stride` it is compact."""
+    """The gradient with all pixels. The argument is compact if the node has a `grad_stride`."""
     if not node["grad_stride"]:
         return compact
     rows, columns = node["grad_stride"]
@@ -251,7 +253,7 @@ def total(dy: Array, dy2: Array | None) -> Array:
 
 
 def sum_over_others(x: Array, axis: int) -> Array:
-    """The sum over all dimensions but `axis`: the gradient of a bias along it."""
+    """The sum over all dimensions but `axis`: the gradient of a bias along `axis`."""
     return x.sum(axis=tuple(i for i in range(x.ndim) if i != axis % x.ndim))
 
 

@@ -1,9 +1,9 @@
 """BatchNorm (Ioffe and Szegedy, arXiv:1502.03167), alone, with ReLU, or with addition and ReLU; and the gradients.
 
-The fused operators are ours, with the names of NVIDIA's MXNet. Like MXNet's BatchNorm, all have three outputs: the
-result, and the mean and (biased) variance with which the data was normalised. In an inference graph these are the
-running statistics. The variants of a training step use the batch's statistics and keep what the gradient needs besides
-the data:
+The fused operators are defined here, with the names that NVIDIA's MXNet uses. Like MXNet's BatchNorm, all have three
+outputs: the result, and the mean and (biased) variance with which the data was normalised. In an inference graph these
+are the running statistics. The variants of a training step use the batch's statistics and keep what the gradient needs
+besides the data:
 
 - `saved` (2, C), fp32: mean and 1 / sqrt(var + eps). Its size is negligible.
 - BatchNorm reads its own data again (2 bytes per element in 16 bits). The ReLU after it keeps nothing: the sign of its
@@ -12,7 +12,7 @@ the data:
   the addend would have to be kept and read (2 bytes); reading the output instead costs 2 bytes as well.
 
 With stochastic depth (`operators/dropout.py`), BatchNorm + add + ReLU multiplies by `factors` before it adds. The
-gradient of BatchNorm is then multiplied by them, the addend's gradient is not.
+gradient of BatchNorm is then multiplied by `factors`, too, but the addend's gradient is not.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ BATCH_NORMS = ("BatchNorm", "BatchNormRelu", "BatchNormAddRelu")
 
 
 class Statistics(NamedTuple):
-    """Per channel: mean and biased variance with which data is normalised."""
+    """For each channel, the mean and the biased variance with which the data is normalised."""
 
     mean: Array
     var: Array
@@ -119,7 +119,7 @@ def normalised(node: NodeView, x: Array, saved: Array) -> Array:
 
 
 def scaled(node: NodeView, x: Array, gamma: Array, beta: Array, saved: Array) -> Array:
-    """BatchNorm of x."""
+    """The output of BatchNorm for the data x."""
     gamma = np.ones_like(gamma) if node["fix_gamma"] else gamma
     axis = node["axis"]
     return normalised(node, x, saved) * along_axis(gamma, axis, x.ndim) + along_axis(beta, axis, x.ndim)
@@ -133,7 +133,9 @@ def gradient_sums(node: NodeView, dz: Array, x: Array, saved: Array) -> tuple[Ar
 
 def data_gradient(node: NodeView, dz: Array, x: Array, gamma: Array, saved: Array, sums: tuple[Array, Array],
                   from_batch: bool = True) -> Array:
-    """The gradient of x. `from_batch`: the statistics are computed from x, so the gradient flows through them too."""
+    """The gradient of x. `from_batch`: the statistics are computed from x, so the gradient also flows through the
+    statistics.
+    """
     axis, (dgamma, dbeta) = node["axis"], sums
     if from_batch:
         terms = along_axis(dbeta, axis, x.ndim) + normalised(node, x, saved) * along_axis(dgamma, axis, x.ndim)

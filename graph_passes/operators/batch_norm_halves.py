@@ -7,7 +7,8 @@ computes them beside a convolution; a variance computed from them loses digits i
 (3, C): sum of x - mean (which is 0), sum of (x - mean)^2, and the mean, as our own kernels compute them. The sums of
 the backward pass are the gradients of gamma and beta. `masked_grad` is the gradient of ReLU's input: the sum of the
 output's gradients where ReLU let it through. It is kept if an addend needs it, or if recomputing it would cost more
-than one read. With stochastic depth, both halves of the backward pass multiply it by `factors` as they read it.
+than one read. With stochastic depth, both halves of the backward pass multiply `masked_grad` by `factors` when they
+read it.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def _statistics(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Sha
 
 
 def sums_shape(shape: Shape | None, channels: Shape) -> Shape:
-    """The shape of a BatchNorm's sums: the given one, if it is one of the two forms."""
+    """The shape of a BatchNorm's sums: the given shape, if it belongs to one of the two forms."""
     return shape if shape == (3, *channels) else (2, *channels)
 
 
@@ -134,7 +135,8 @@ OPERATORS = (
     _reduce("BatchNormBackwardReduce", ()),
     _reduce("BatchNormReluBackwardReduce", ("beta",)),
     _reduce("BatchNormAddReluBackwardReduce", ("mask", "factors")),
-    # For all three, from `masked_grad`; for a BatchNorm alone also from the gradient of its output.
+    # The gradient of the data, from `masked_grad`, for all three operators; for a BatchNorm alone also from the
+    # gradient of its output.
     Operator("BatchNormBackwardApply", ("masked_grad", "data", "gamma", "saved", *_SUMS, "factors"),
              attrs=ATTRIBUTES | dropping(["factors"]), outputs=("data_grad",), optional=FACTORS,
              in_place={"data_grad": ("masked_grad",)}, body=backward_apply_body, forward="BatchNorm"),

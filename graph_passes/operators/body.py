@@ -3,7 +3,7 @@
     def body(b: Body) -> list[Any]:                                # of ConvolutionAddRelu
         return [b.relu(b.add(b.bias(b.conv(b["data"], b["weight"]), b["bias"]), b["addend"]))]
 
-It is a function from a `Body` to the outputs. A `Body` has the inputs of a node by role and a method for each
+A body is a function from a `Body` to the outputs. A `Body` has the inputs of a node by role and a method for each
 primitive. The values can be numbers of expressions (`graph_passes/values.py`), arrays or shapes (`domains.py`).
 """
 
@@ -37,7 +37,7 @@ class Body(ABC):
         return self.drop(x, self["factors"]) if self.has("factors") else x
 
     def total(self, first: Any) -> Any:
-        """The sum of the node's gradients."""
+        """The sum of `first` and the node's second gradient, if it has one."""
         if not self.has("out_grad_2"):
             return first
         second, stride = self["out_grad_2"], self.node.get("grad_stride")
@@ -71,7 +71,7 @@ class Body(ABC):
 
     @abstractmethod
     def mask(self, x: Any) -> Any:
-        """Bits: where x is above 0."""
+        """One bit per element: whether x is above 0."""
 
     @abstractmethod
     def gate(self, gradient: Any, mask: Any) -> Any:
@@ -83,8 +83,9 @@ class Body(ABC):
 
     @abstractmethod
     def scatter(self, compact: Any, stride: tuple[int, int], like: Any) -> Any:
-        """Images with the shape of `like`, with these pixels where row and column are multiples of the stride, and 0
-        elsewhere."""
+        """Images with the shape of `like`, with the compact pixels where row and column are multiples of the stride,
+        and 0 at all other pixels.
+        """
 
     @abstractmethod
     def stored(self, x: Any) -> Any:
@@ -113,7 +114,7 @@ class Body(ABC):
 
     @abstractmethod
     def statistics(self, suffix: str = "") -> list[Any]:
-        """The tensor `saved` for the gradient, and the new running statistics: of `data`, from its `sums`."""
+        """The tensor `saved` for the gradient, and the new running statistics, computed from the `sums` of `data`."""
 
     @abstractmethod
     def normalised(self, saved: Any, suffix: str = "") -> Any:
@@ -139,13 +140,12 @@ class Body(ABC):
 
     @abstractmethod
     def add_rescaled(self, x: Any, addend: Any, ratio: float) -> Any:
-        """The sum with an int8 addend, whose unit is `ratio` times x's."""
+        """The sum with an int8 addend, whose unit is `ratio` times the unit of x."""
 
     @abstractmethod
     def saturated(self, x: Any) -> Any:
         """The value as int8."""
 
-    # --- for value numbering alone: operators of which these are a part describe shapes and NumPy by hand ---
 
     def batch_norm(self) -> list[Any]:
         """A BatchNorm that is not split into halves: output, mean and variance."""
@@ -156,11 +156,13 @@ class Body(ABC):
         raise NotImplementedError
 
     def unpooled(self, gradient: Any, winner: Any) -> Any:
-        """A gradient at the winners; if they are winners of a fused ReLU and pooling, masked by that ReLU."""
+        """A gradient, moved to the winners. If the winners come from a fused ReLU and pooling, the gradient is masked
+        by this ReLU.
+        """
         raise NotImplementedError
 
     def winner_above_0(self, winner: Any, pooled: Any) -> Any:
-        """The winners of a fused ReLU and pooling: nobody if the maximum is 0."""
+        """The winners of a fused ReLU and pooling: no winner if the maximum is 0."""
         raise NotImplementedError
 
     def at_winner(self, data: Any, winner: Any) -> Any:
@@ -184,5 +186,5 @@ class Body(ABC):
         raise NotImplementedError
 
     def read_reserve(self, reserve: Any) -> Any:
-        """The `reserve` of another layer, if its algorithm is the node's."""
+        """The `reserve` of another layer, if that layer has the node's algorithm."""
         raise NotImplementedError

@@ -144,8 +144,9 @@ def _numpy_gradient(node: NodeView, inputs: Sequence[Array], outputs: Sequence[A
 
 
 def weighted_gradient(node: NodeView, dy: Ref, shapes: Mapping[Ref, Shape]) -> Gradient:
-    """The backward pass of a Convolution or FullyConnected. The weight's gradient comes before the data's: the data of
-    the forward pass is then free, and the bucket is full earlier."""
+    """The backward pass of a Convolution or FullyConnected. The weight's gradient comes before the data's gradient. The
+    memory of the forward pass's data is then free earlier, and so is the bucket full earlier.
+    """
     data, weight, *bias = node.inputs
     wgrad = node.derive(f"{node.op}Wgrad", f"{node.name}_wgrad", (dy, data))
     dgrad = node.derive(f"{node.op}Dgrad", f"{node.name}_dgrad", (dy, weight), data_shape=shapes[data])
@@ -214,7 +215,7 @@ OPERATORS = (
         {"axis": Attribute(int)},
         ("bias_grad",),
     ),
-    # The sums of cuDNN's genstats: of x and of x * x.
+    # With the sums of cuDNN's genstats: of x and of x * x.
     Operator(
         "ConvolutionStatistics",
         ("data", "weight"),

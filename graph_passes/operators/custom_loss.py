@@ -18,7 +18,7 @@ from graph_passes.operators.softmax import (
 
 
 def formula_of(node: NodeView) -> formula.Formula:
-    """Raises GraphError for a Symbol that is not a loss."""
+    """The formula of a node's loss. Raises GraphError for a Symbol that is not a loss."""
     return formula.read(node["loss"], node["probabilities"])
 
 
@@ -29,7 +29,7 @@ def _output(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]
 
 def _compute_output(node: NodeView, scores: Array, label: Array, bias: Array | None = None) -> list[Array]:
     scores = scores if bias is None else scores + bias
-    return formula_of(node).compute(["probabilities"], scores, scores)  # which depend on no target
+    return formula_of(node).compute(["probabilities"], scores, scores)  # probabilities do not depend on the targets
 
 
 def _compute_loss(node: NodeView, scores: Array, label: Array, *others: Array) -> list[Array]:
@@ -57,7 +57,7 @@ _OUTPUT = LOSS_ATTRIBUTES | {
 OPERATORS = (
     Operator("CustomOutput", ("data", "label", "bias"), _output, _compute_output, _OUTPUT,
              optional={"bias": "no_bias"}, numpy_gradient=_output_gradient, training=lambda node: "CustomLoss"),
-    # As SoftmaxCrossEntropy.
+    # Outputs as in SoftmaxCrossEntropy.
     Operator("CustomLoss", ("data", "label", "loss_scale", "bias"), loss_and_hits, _compute_loss,
              _OUTPUT | {"no_loss_scale": TRUE}, ("data_grad", "loss", "top1", "top5"),
              {"loss_scale": "no_loss_scale", "bias": "no_bias"}, forward="CustomOutput"),

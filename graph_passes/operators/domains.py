@@ -58,7 +58,9 @@ _SUMS = ("gamma_grad", "beta_grad")
 
 
 def derived(operator: Operator) -> Operator:
-    """The operator with `compute` and `infer` from its body, unless it has its own."""
+    """The operator with `compute` and `infer` derived from its body. An operator that has these already does not
+    change.
+    """
     if operator.compute is not by_body:
         return operator
     return dataclasses.replace(operator, compute=partial(_compute, operator), infer=partial(_infer, operator))
@@ -193,7 +195,7 @@ class _Sizes(Body):
                              f"needs {shape}: give inputs that agree")
 
     def _of_norm(self, data: _Tensor, *channels: _Tensor, saved: _Tensor | None = None) -> Shape:
-        """(C,) for the data of a BatchNorm."""
+        """The shape (C,) of a BatchNorm's parameters, from the shape of its data."""
         found = channels_of(self.node, self._known(data))
         for each in channels:
             self._is(each, found)

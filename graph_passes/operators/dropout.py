@@ -2,8 +2,8 @@
 arXiv:1603.09382) of whole images: a fraction `p` becomes 0, and the rest is divided by 1 - p, so that means stay.
 
 A network has MXNet's `Dropout`. In a training step the pass `draw_masks` has replaced it by operators that take their
-random bits from a variable, the seed: (2,) words of 32 bits, the lower one first. So the bits are the same on every
-executor. In inference nothing is dropped.
+random bits from a variable, the seed. The seed has two words of 32 bits, the lower word first. So the bits are the same
+on every executor. In inference nothing is dropped.
 
 The bits come from Philox4x32-10 (Salmon et al., 'Parallel random numbers: as easy as 1, 2, 3', SC'11): the first word
 for the counter (element, number of the Dropout, 0, 0) and the key `seed`. An element is kept if that word is at least p
@@ -106,7 +106,7 @@ def factors_shape(node: NodeView, shapes: Sequence[Shape | None], index: int) ->
 
 
 def dropped(node: NodeView, x: Array, factors: Array | None) -> Array:
-    """Each image of x times its factor in this node's row. Without factors, x itself."""
+    """Each image of x times the image's factor in this node's row of `factors`; x itself if there are no factors."""
     if factors is None:
         return x
     return x * factors[node["row"]].astype(x.dtype).reshape(-1, *(1,) * (x.ndim - 1))
@@ -159,7 +159,7 @@ def _rates(value: Any) -> tuple[float, ...]:
 
 
 ROW = {"row": Attribute(int, 0)}  # row of `factors`, which has one row for each Dropout of a kind
-FACTORS = {"factors": "no_factors"}  # input of operators that include the product with factors
+FACTORS = {"factors": "no_factors"}  # optional input of operators that include the product with factors
 
 
 def dropping(inputs: Sequence[str]) -> dict[str, Attribute]:
@@ -171,7 +171,7 @@ OPERATORS = (
     Operator("Dropout", ("data",), elementwise, lambda node, x: [x],
              {"p": Attribute(rate, 0.5), "axes": OPTIONAL_SIZES, "mode": Attribute(one_of("training"), "training")},
              in_place={"output": ("data",)}, numpy_gradient=lambda node, x, y, dy, training: [dy]),
-    # (Dropouts, images): 0 or 1 / (1 - p). `per_batch`: the same for all images.
+    # Factors (Dropouts, images), each 0 or 1 / (1 - p). `per_batch`: one factor for all images.
     Operator("DropoutFactors", ("seed",), _factors, _compute_factors,
              {"rates": Attribute(_rates), "numbers": Attribute(integers), "images": Attribute(int), "per_batch": FALSE},
              ("factors",), forward="Dropout"),

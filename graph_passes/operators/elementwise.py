@@ -54,7 +54,7 @@ def _flatten(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes
 
 
 def _reshape(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
-    """The new shape. 0 copies the data's size in that place; -1, once, stands for the remaining size."""
+    """The new shape. 0 copies the data's size in this position; -1, once, stands for the remaining size."""
     data, wanted = known(node, shapes), list(node["shape"])
     sizes = [data[place] if size == 0 and place < len(data) else size for place, size in enumerate(wanted)]
     if sizes.count(-1) == 1:
@@ -89,7 +89,7 @@ def relu(x: Array) -> Array:
 
 
 def relu_backward(dy: Array, y: Array) -> Array:
-    """dy where y > 0."""
+    """dy where y > 0, otherwise 0."""
     return np.where(y > 0, dy, 0)
 
 
@@ -142,7 +142,7 @@ def _reverse_gradient(node: NodeView, dy: Ref, shapes: Mapping[Ref, Shape]) -> G
 OPERATORS = (
     Operator("relu", ("data",), elementwise, lambda node, x: [relu(x)], in_place={"output": ("data",)},
              gradient=relu_gradient, numpy_gradient=relu_numpy_gradient, body=lambda b: [b.relu(b["data"])]),
-    # Also for an AddRelu, for both summands.
+    # This is also the gradient of both summands of an AddRelu.
     Operator("ReluBackward", ("out_grad", "output", "out_grad_2"), elementwise,
              lambda node, dy, y, dy2=None: [relu_backward(total(dy, dy2), y)], SINGLE_GRAD, ("data_grad",), SECOND_GRAD,
              in_place={"data_grad": ("out_grad", "out_grad_2", "output")},
@@ -168,13 +168,13 @@ OPERATORS = (
     Operator("Reshape", ("data",), _reshape, lambda node, x: [x.reshape(_reshape(node, [x.shape])[1][0])],
              {"shape": Attribute(integers)}, in_place={"output": ("data",)}, gradient=_flatten_gradient,
              numpy_gradient=lambda node, x, y, dy, training: [dy.reshape(x[0].shape)]),
-    # The same bytes in another shape.
+    # Gradient of flattening: the bytes are unchanged, with another shape.
     Operator("FlattenBackward", ("out_grad",), _flatten_backward, lambda node, dy: [dy.reshape(node["data_shape"])],
              DATA_SHAPE, ("data_grad",), in_place={"data_grad": ("out_grad",)}, forward="Flatten"),
     Operator("transpose", ("data",), _transpose, lambda node, x: [x.transpose(_axes(node, x.ndim))],
              {"axes": OPTIONAL_SIZES}, gradient=_transpose_gradient,
              numpy_gradient=lambda node, x, y, dy, training: [dy.transpose(np.argsort(_axes(node, x[0].ndim)))]),
-    # The last element along each of these dimensions comes first.
+    # Reverses these dimensions: the last element comes first.
     Operator("reverse", ("data",), elementwise, lambda node, x: [np.flip(x, node["axis"])],
              {"axis": Attribute(integers)}, gradient=_reverse_gradient,
              numpy_gradient=lambda node, x, y, dy, training: [np.flip(dy, node["axis"])]),

@@ -43,7 +43,7 @@ def _gradient(node: NodeView, dy: Ref, shapes: Mapping[Ref, Shape]) -> Gradient:
 _ATTRIBUTES = {"input_dim": Attribute(int), "output_dim": Attribute(int)}
 
 OPERATORS = (
-    # MXNet calls the tokens data. They are whole numbers, whatever the precision of the network.
+    # MXNet calls the tokens data. Tokens are whole numbers in every precision of the network.
     Operator("Embedding", ("tokens", "weight"), _embedding, lambda node, tokens, weight: [weight[_rows(node, tokens)]],
              _ATTRIBUTES, gradient=_gradient, numpy_gradient=_numpy_gradient),
     Operator("EmbeddingWgrad", ("out_grad", "tokens"), _gradient_shapes, _compute_gradient, _ATTRIBUTES,

@@ -3,7 +3,8 @@
     formula = read(symbol.tojson(), "softmax")     # of the variables scores and targets, (N, C) each
     loss, gradient = formula.compute(["loss", "gradient"], scores, targets)
 
-Each value is one of an image's classes, (N, C), or one of an image, (N, 1), which broadcasts. Images never mix.
+Each value has a number for each class of an image, (N, C), or one number for an image, (N, 1), which broadcasts. No
+value depends on several images.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Formula:
-    """Steps, each after those that it reads. `outputs`: by name, the number of the step."""
+    """A list of steps, in which each step follows the steps that it reads. `outputs`: name -> number of the step."""
 
     steps: tuple[Step, ...]
     outputs: Mapping[str, int]
 
     def compute(self, names: Sequence[str], scores: Array, targets: Array) -> list[Array]:
-        """Some outputs, in the dtype of the scores: (N, C), or (N, 1) of values of an image."""
+        """Compute some outputs in NumPy, in the dtype of the scores: (N, C), or (N, 1) for values of an image."""
         dtype = scores.dtype
         given = {SCORES: scores, TARGETS: targets.astype(dtype), CLASSES: np.full((1, 1), scores.shape[1], dtype)}
         values: list[Array] = []
-        with np.errstate(all="ignore"):  # of branches that `where` does not take
+        with np.errstate(all="ignore"):  # ignores errors in branches that `where` does not take
             for op, inputs, number in self.steps:
                 if op == NUMBER:
                     values.append(np.full((1, 1), number, dtype))
@@ -63,14 +64,15 @@ class Formula:
 
 # --- primitives ---
 
-NUMBER, CLASSES = "number", "classes"  # a constant; how many classes there are
+NUMBER, CLASSES = "number", "classes"  # NUMBER: a constant; CLASSES: the number of classes
 _LEAVES = (SCORES, TARGETS, NUMBER, CLASSES)
 _REDUCTIONS = ("sum", "max")
 
 
 class _Primitive(NamedTuple):
-    """`gradient` gets the builder, the gradient of the value, the value and its inputs, and gives the gradients of the
-    inputs; None: there is none."""
+    """`gradient` gets the builder, the gradient of the value, the value and its inputs, and returns the gradients of
+    the inputs; None: no gradient.
+    """
 
     numpy: Callable[..., Array]
     cuda: str
@@ -86,7 +88,7 @@ def _compared(compare: Callable[[Array, Array], Array], sign: str) -> _Primitive
     return _Primitive(compare, f"float({{0}} {sign} {{1}})", lambda b, g, y, one, other: (None, None))
 
 
-# Gradients at the places where a function has a corner are MXNet's.
+# At points where a function has a corner, the gradient is MXNet's.
 _PRIMITIVES: dict[str, _Primitive] = {
     "exp": _Primitive(np.exp, "expf({0})", lambda b, g, y, x: [b.mul(g, y)]),
     "expm1": _Primitive(np.expm1, "expm1f({0})", lambda b, g, y, x: [b.mul(g, b.add(y, b.number(1)))]),
@@ -124,7 +126,7 @@ _PRIMITIVES: dict[str, _Primitive] = {
     "where": _Primitive(lambda c, one, other: np.where(c != 0, one, other), "{0} != 0 ? {1} : {2}",
                         lambda b, g, y, c, one, other: [None, b.make("where", c, g, b.number(0)),
                                                         b.make("where", c, b.number(0), g)]),
-    # Over the classes of an image.
+    # Reductions over the classes of an image.
     "sum": _Primitive(lambda x: x.sum(axis=1, keepdims=True, dtype=x.dtype), "", lambda b, g, y, x: [g]),
     "max": _Primitive(lambda x: x.max(axis=1, keepdims=True), "",
                       lambda b, g, y, x: [b.mul(g, b.make("equal", x, y))]),
@@ -132,7 +134,7 @@ _PRIMITIVES: dict[str, _Primitive] = {
 
 
 def _rows(steps: Sequence[Step]) -> list[bool]:
-    """Whether each value is one of an image, rather than one of a class."""
+    """For each step, whether the value belongs to an image, rather than to a class."""
     found: list[bool] = []
     for step in steps:
         found.append(_is_row(step.op, [found[each] for each in step.inputs]))
@@ -144,7 +146,7 @@ def _is_row(op: str, are_rows: Sequence[bool]) -> bool:
 
 
 class _Builder:
-    """Steps in the making. Equal ones are made once, and products with 0 and 1 not at all."""
+    """Builds a list of steps. Equal steps are made once; products with 0 and 1 are simplified away."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -152,7 +154,7 @@ class _Builder:
         self._known: dict[Step, int] = {}
 
     def make(self, op: str, *inputs: int, number: float = 0.0) -> int:
-        """The number of this step."""
+        """Make a step, unless it exists, and return its number."""
         if inputs and op not in _REDUCTIONS and all(self.steps[each].op == NUMBER for each in inputs):
             return self.number(float(_PRIMITIVES[op].numpy(*(np.float64(self.steps[each].number) for each in inputs))))
         step = Step(op, inputs, number)
@@ -193,7 +195,7 @@ class _Builder:
         return self.mul(one, one) if self.is_number(other, 2) else self.make("power", one, other)
 
     def sum(self, x: int) -> int:
-        """Over the classes; each class has the value of an image if it is one."""
+        """The sum over the classes. A value of an image counts once for each class."""
         return self.mul(x, self.make(CLASSES)) if self._is_row[x] else self.make("sum", x)
 
     def max(self, x: int) -> int:
@@ -203,7 +205,7 @@ class _Builder:
         return x if self._is_row[x] else self.div(self.sum(x), self.make(CLASSES))
 
     def log_softmax(self, x: int) -> int:
-        shifted = self.sub(x, self.make("stop", self.max(x)))  # which changes no value, so it needs no gradient
+        shifted = self.sub(x, self.make("stop", self.max(x)))  # the shift changes no result, so it needs no gradient
         return self.sub(shifted, self.make("log", self.sum(self.make("exp", shifted))))
 
     def softmax(self, x: int) -> int:
@@ -211,7 +213,7 @@ class _Builder:
         return self.div(e, self.sum(e))
 
     def gradient(self, loss: int, of: int) -> int | None:
-        """The gradient of a value of an image with regard to another value; None if it does not depend on it."""
+        """The gradient of a value of an image with regard to the value `of`; None if the loss does not depend on it."""
         gradients: dict[int, int] = {loss: self.number(1)}
         for at in range(loss, -1, -1):
             op, inputs, _ = self.steps[at]
@@ -220,7 +222,7 @@ class _Builder:
             for each, term in zip(inputs, _PRIMITIVES[op].gradient(self, gradients[at], at, *inputs), strict=True):
                 if term is None or self.steps[each].op == NUMBER:
                     continue
-                if self._is_row[each] and not self._is_row[at]:  # it was broadcast
+                if self._is_row[each] and not self._is_row[at]:  # the value was broadcast
                     term = self.sum(term)
                 gradients[each] = self.add(gradients[each], term) if each in gradients else term
         return gradients.get(of)
@@ -275,7 +277,7 @@ def _with_number(op: str, is_first: bool, b: _Builder, node: _Node, given: Seque
 
 
 def _called(b: _Builder, op: str, *inputs: int) -> int:
-    """Make a step by the builder's own method, which simplifies, if it has one."""
+    """Make a step. If the builder has a method for this operator, which simplifies, the method is used."""
     return getattr(b, op, partial(b.make, op))(*inputs)
 
 
@@ -363,7 +365,7 @@ _READ: dict[str, Read] = {
 
 
 def known_operators() -> list[str]:
-    """The operators that a loss may be made of, under MXNet's names."""
+    """The operators that a loss may contain, under MXNet's names."""
     return sorted({name for name in _READ if not name.startswith("_")} | {"maximum", "minimum"})
 
 
@@ -376,7 +378,7 @@ def read(symbol: str, probabilities: str) -> Formula:
     """The formula of a Symbol's JSON: its outputs loss (N, 1), gradient and probabilities (N, C).
 
     Raises GraphError, whose sentence follows the name of the loss, for an operator that is not known, shapes that do
-    not fit, and what is no loss of scores and targets for each image.
+    not fit, and a Symbol that is not a loss of scores and targets for each image.
     """
     content = json.loads(symbol)
     b, values = _Builder(), list[_Value]()
@@ -409,7 +411,7 @@ def read(symbol: str, probabilities: str) -> Formula:
 
 
 def _needed(steps: Sequence[Step], outputs: Mapping[str, int]) -> Formula:
-    """Without the steps that no output needs."""
+    """The formula without the steps that no output needs."""
     needed = set(outputs.values())
     for at in range(len(steps) - 1, -1, -1):
         if at in needed:
@@ -431,7 +433,7 @@ class _Writer:
     def __init__(self, formula: Formula) -> None:
         self.steps, self.outputs = formula.steps, formula.outputs
         self.is_row = _rows(formula.steps)
-        self.levels: list[int] = []  # how many loops come before the value
+        self.levels: list[int] = []  # number of loops before each value
         for step in self.steps:
             before = max((self.levels[each] for each in step.inputs), default=0)
             self.levels.append(before + (step.op in _REDUCTIONS))
@@ -458,12 +460,12 @@ class _Writer:
         return [at for at, step in enumerate(self.steps) if self.is_row[at] and step.op != NUMBER]
 
     def _of_rows(self, level: int) -> list[str]:
-        """The values of the image that need so many loops, but no reductions."""
+        """Code for the values of the image that are known after `level` loops, without reductions."""
         return [f"v{at} = {self._expression(at)};" for at in self._row_steps()
                 if self.levels[at] == level and self.steps[at].op not in _REDUCTIONS]
 
     def _loop(self, reduced: Sequence[int]) -> list[str]:
-        """Sums and maxima over the classes."""
+        """Code of a loop that computes sums and maxima over the classes."""
         start = {at: "-INF" if self.steps[at].op == "max" else "0.f" for at in reduced}
         lines = [f"v{at} = {start[at]};" for at in reduced]
         lines += ["for (int c = threadIdx.x; c < classes; c += blockDim.x) {",
@@ -477,13 +479,13 @@ class _Writer:
                         for at in reduced]
 
     def _of_a_class(self, output: str) -> list[str]:
-        """A function that gives an output of one class."""
+        """Code of a function that returns an output of one class."""
         return [f"    template <class Element> __device__ float {output}(const Element &element) const {{",
                 *(f"        {line}" for line in self._of_elements([self.outputs[output]])),
                 f"        return {self._name(self.outputs[output])};", "    }"]
 
     def _of_elements(self, wanted: Sequence[int]) -> list[str]:
-        """The values of one class that some values need, one after the other."""
+        """Code for the values of one class on which some values depend, in order."""
         needed = {at for at in wanted if not self.is_row[at]}
         for at in range(max(needed, default=-1), -1, -1):
             if at in needed:

@@ -45,7 +45,7 @@ def _dgrad(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
 
 
 def fully_connected(node: NodeView, x: Array, weight: Array, bias: Array | None = None) -> Array:
-    """x (N, ...), flattened if the node says so, times weight (hidden, features)."""
+    """x (N, ...), flattened if the node's attribute `flatten` is set, times weight (hidden, features)."""
     y = (x.reshape(len(x), -1) if node["flatten"] else x) @ weight.T
     return y if bias is None else y + bias
 

@@ -1,4 +1,6 @@
-"""Concat, which joins tensors along a dimension, and slice_axis, which takes a part. Each is the other's gradient."""
+"""Concat, which joins tensors along a dimension, and slice_axis, which takes a part. The gradient of each operator is
+made of the other.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ def _slice_backward(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes,
 
 
 def axis_of(node: NodeView, attribute: str, ndim: int) -> int:
-    """A dimension of the data, counted from 0. Raises GraphError for one that it does not have."""
+    """A dimension of the data, counted from 0. Raises GraphError for a dimension that the data does not have."""
     axis = node[attribute]
     if not -ndim <= axis < ndim:
         raise GraphError(f"{node.op} '{node.name}' has {attribute}={axis}, but its data has {ndim} dimensions")
@@ -128,7 +130,7 @@ OPERATORS = (
              gradient=_slice_gradient,
              numpy_gradient=lambda node, x, y, dy, training: [*_compute_slice_backward(
                  node.derive("SliceAxisBackward", node.name, (), data_shape=x[0].shape), dy)]),
-    # The gradient of the part, in its place; 0 elsewhere.
+    # The gradient of the part, at the part's position; 0 at all other positions.
     Operator("SliceAxisBackward", ("out_grad",), _slice_backward, _compute_slice_backward, SLICE | DATA_SHAPE,
              ("data_grad",), forward="slice_axis"),
 )

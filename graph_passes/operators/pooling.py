@@ -160,7 +160,7 @@ STEM_WINDOW = ((3, 3), (2, 2), (1, 1), (1, 1))  # kernel, stride, pad, dilation 
 
 
 def is_stems(node: NodeView) -> bool:
-    """Whether it is the max pooling of ResNet's stem."""
+    """Whether the node is the max pooling of ResNet's stem."""
     return bool(node["pool_type"] == "max" and not node["global_pool"] and node["pooling_convention"] == "valid"
                 and window(node) == STEM_WINDOW)
 
@@ -175,7 +175,7 @@ OPERATORS = (
              training=lambda node: "MaxPoolingTrain" if node["pool_type"] == "max" else "Pooling", body=pooling_body),
     Operator("MaxPoolingTrain", ("data",), _max_pooling_train, _max_pooling_with_winner, POOLING,
              ("output", "winner"), forward="Pooling", body=lambda b: b.pooled(b["data"])),
-    # dy at the winner of its window.
+    # Each element of dy goes to the winner of its window.
     Operator("MaxPoolingBackward", ("out_grad", "winner", "out_grad_2"), _backward,
              lambda node, dy, winner, dy2=None: [max_pooling_backward(node, total(dy, dy2), winner,
                                                                       node["data_shape"])],

@@ -3,13 +3,13 @@
 Scales are symmetric: one per tensor for activations, one per output channel for weights. The real value is `scale *
 integer`, and a convolution's sum of products is `data_scale * weight_scale[k] * accumulator`. A GPU must produce the
 same integers to the bit. So every operation after the exact int32 sum is one fp32 operation, rounded to nearest even,
-in the order written at `requantised`. None is contracted (no fma), and values derived from scales are computed in
+in the order written at `requantised`. No operation is contracted (no fma). Values derived from scales are computed in
 float64 and rounded to fp32 once. In this order an epilogue is a conversion, one product (two and a sum with an addend),
 and a conversion with saturation, which is also the ReLU.
 
-The bias is an int32 in units of the accumulator, which starts from it. It needs no operation, and ONNX's QDQ form has
-the same number. Outputs have the `dtype` of the node: "int8", or a float type if an operator in floats reads them.
-Float outputs are not rounded and their unit is 1 (`scale` is 1).
+The bias is an int32 in units of the accumulator, which starts from it. Adding the bias therefore needs no operation,
+and ONNX's QDQ form has the same integer. Outputs have the `dtype` of the node: "int8", or a float type if an operator
+in floats reads the output. Float outputs are not rounded and their unit is 1 (`scale` is 1).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from graph_passes.operators.pooling import POOLING, max_pooling, pooled_shape, p
 from graph_passes.operators.windows import Places, as_layout, nhwc
 
 SQUARE_CHANNELS = 16  # 2x2 pixels of 4 channels
-LARGEST = 127  # and -127: symmetric, so that a product with -1 cannot overflow
+LARGEST = 127  # integers range from -LARGEST to LARGEST: symmetric, so that a product with -1 cannot overflow
 # Number of int8 products that fp32 sums exactly in any order: every partial sum is an integer of at most 24 bits.
 _EXACT_IN_FP32 = 2**24 // LARGEST**2
 
@@ -60,15 +60,16 @@ def _pooling(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes
 class Squares(NamedTuple):
     """The 2x2 squares that a convolution at stride 2 reads in place of pixels, in one dimension."""
 
-    before: int  # the image
+    before: int  # squares of the image
     shift: int  # position of a window's tap in its squares
     window: int  # squares of a window
     total: int
 
 
 def squares(kernel: int, pad: int, size: int = 0) -> Squares:
-    """Squares for a window of `kernel` pixels at stride 2 with this padding. `size`: pixels of the image; without it
-    there is no count."""
+    """Squares for a window of `kernel` pixels at stride 2 with this padding. `size`: pixels of the image; if 0, the
+    number of squares is not computed.
+    """
     before = -(-pad // 2)
     shift = 2 * before - pad
     window = -(-(kernel + shift) // 2)
@@ -132,12 +133,12 @@ def rescaled(accumulator: Array, multiplier: Array) -> Array:
 
 
 def add_rescaled(v: Array, addend: Array, ratio: float) -> Array:
-    """The fp32 sum with an int8 addend whose unit is `ratio` times v's."""
+    """The fp32 sum with an int8 addend whose unit is `ratio` times the unit of v."""
     return v + addend.astype(np.float32) * np.float32(ratio)
 
 
 def requantised(node: NodeView, accumulator: Array, multiplier: Array, addend: Array | None = None) -> Array:
-    """The epilogue: an int32 accumulator in the unit of the node's output, all in fp32.
+    """The epilogue: converts an int32 accumulator to the unit of the node's output. All arithmetic is fp32.
 
         v = float(accumulator) * multiplier
         v = v + float(addend) * fp32(addend_scale / scale)     with an addend
@@ -229,7 +230,7 @@ def _scale(value: object) -> float:
     return number
 
 
-SCALE = Attribute(_scale)  # of the output: the real value of 1
+SCALE = Attribute(_scale)  # scale of the output: the real value of the integer 1
 SIZES = Attribute(integers)
 _DTYPE = {"dtype": Attribute(str, "int8")}
 QUANTISED_CONVOLUTION = CONVOLUTION | _DTYPE | {"scale": SCALE, "addend_scale": Attribute(_scale, 1.0),
@@ -244,15 +245,15 @@ OPERATORS = (
     Operator("QuantiseSquares", ("data",), _squares,
              lambda node, x: [in_squares(quantised(x, node["scale"]), node["kernel"], node["pad"])],
              {"scale": SCALE, "kernel": SIZES, "pad": SIZES, **_DTYPE}, forward="Quantise"),
-    # `data_scale`: the real value of 1 in the data.
+    # `data_scale`: the real value of the integer 1 in the data.
     Operator("Dequantise", ("data",), elementwise, lambda node, x: [dequantised(x, node["data_scale"])],
              {"data_scale": SCALE, "dtype": Attribute(str, "float32")}),
     # multiplier: data_scale * weight_scale / scale, fp32 per channel. Then bias, addend and ReLU: `requantised`.
     Operator("QuantisedConvolution", ("data", "weight", "multiplier", "bias", "addend"),
              attrs=QUANTISED_CONVOLUTION, optional=OPTIONAL_ADDEND, forward="Convolution", fused=True,
              body=quantised_convolution_body),
-    # For a maximum, `scale` is `data_scale`: the same integers. A mean is the exact sum times fp32(data_scale / scale /
-    # pixels of the window).
+    # For a maximum, `scale` equals `data_scale`, and the integers do not change. A mean is the exact sum times
+    # fp32(data_scale / scale / pixels of the window).
     Operator("QuantisedPooling", ("data",), _pooling, _quantised_pooling,
              POOLING | _DTYPE | {"scale": SCALE, "data_scale": SCALE}, forward="Pooling", body=pooling_body),
     # Without bias, which the softmax adds.

@@ -1,8 +1,8 @@
 """Recurrent layers: MXNet's `RNN`, in its four modes, stacked and in one or both directions; and its gradient.
 
-Names of sizes: T steps, N sequences, I features of the data, H of a state (`state_size`), L layers (`num_layers`),
-D directions (1, or 2 with `bidirectional`), G gates. A step computes, with x of the layer below and h of the step
-before (W, R and both b are of one layer and direction):
+Names of sizes: T steps, N sequences, I features of the data, H of a state (`state_size`), L layers (`num_layers`), D
+directions (1, or 2 with `bidirectional`), G gates. A step computes, with x of the layer below and h of the step before
+(W, R, b and b' belong to one layer and direction):
 
     rnn_relu, rnn_tanh    h' = f(W x + b + R h + b')
     lstm                  i, f, o = sigmoid(...), g = tanh(...);  c' = f c + i g,  h' = o tanh(c')
@@ -40,15 +40,16 @@ from graph_passes.operators.base import (
 from graph_passes.operators.body import Body
 
 GATES = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
-# cuDNN's algorithms. The persistent ones keep the weights on the chip from one step to the next, if they fit (Diamos et
-# al., 'Persistent RNNs: Stashing Recurrent Weights On-Chip', ICML 2016). The last one is for one small layer in one
-# direction: with two layers in both directions it gave wrong gradients on an H200 (cuDNN 9.19) in each run of
-# tests/graph_passes/cuda/test_rnn_layers.py. cuDNN's persist_dynamic is left out: it was wrong in one of two runs.
+# cuDNN's algorithms. Persistent algorithms keep the weights on the chip from one step to the next, if the weights fit
+# (Diamos et al., 'Persistent RNNs: Stashing Recurrent Weights On-Chip', ICML 2016). The last one is for one small layer
+# in one direction: with two layers in both directions it gave wrong gradients on an H200 (cuDNN 9.19) in each run of
+# tests/graph_passes/cuda/test_rnn_layers.py. cuDNN's persist_dynamic is left out: its results were wrong in one of two
+# runs.
 ALGORITHMS = ("standard", "persist_static", "persist_static_small_h")
 
 
 def directions(node: NodeView) -> int:
-    """D."""
+    """The number of directions D."""
     return 2 if node["bidirectional"] else 1
 
 
@@ -129,7 +130,7 @@ class _Weights(NamedTuple):
 
 
 def _sigmoid(x: Array) -> Array:
-    return 0.5 * (1 + np.tanh(0.5 * x))  # no overflow
+    return 0.5 * (1 + np.tanh(0.5 * x))  # this form cannot overflow
 
 
 def _plain_step(activation: Callable[[Array], Array], from_input: Array, from_state: Array, h: Array,
@@ -151,7 +152,8 @@ def _gru_step(from_input: Array, from_state: Array, h: Array, c: Array) -> tuple
     return [r, z, n, state_n], (1 - z) * n + z * h, c
 
 
-# (W x + b, R h + b', h, c) -> saved values besides the new h, the new h, the new c
+# Mode -> function of (W x + b, R h + b', h, c) that returns the saved values other than the new h, the new h, and the
+# new c.
 _STEPS: Mapping[str, Callable[..., tuple[list[Array], Array, Array]]] = {
     "rnn_relu": lambda *given: _plain_step(lambda x: np.maximum(x, 0), *given),
     "rnn_tanh": lambda *given: _plain_step(np.tanh, *given),
@@ -186,8 +188,8 @@ def _gru_step_back(saved: list[Array], h: Array, c: Array, dh: Array, dc: Array)
     return np.concatenate([dr, dz, dn], axis=1), np.concatenate([dr, dz, dn * r], axis=1), dh * z, dc
 
 
-# (saved values, h and c before the step, gradients of the new h and c) -> gradients of W x + b, of R h + b', of h
-# without the path through R, and of c
+# Mode -> function of (saved values, h and c before the step, gradients of the new h and c) that returns the gradients
+# of W x + b, of R h + b', of h without the path through R, and of c
 _STEPS_BACK: Mapping[str, Callable[..., tuple[Array, ...]]] = {
     "rnn_relu": _relu_step_back,
     "rnn_tanh": _tanh_step_back,
@@ -240,7 +242,8 @@ def _unpacked(node: NodeView, parameters: Array, features: int) -> list[_Weights
 
 
 def _layers(node: NodeView) -> Iterator[list[tuple[int, slice]]]:
-    """For each layer its directions, each as the index of its state and the order of its steps."""
+    """For each layer, yield a list of its directions. A direction is the index of its state and the order of its steps.
+    """
     both = directions(node)
     for layer in range(node["num_layers"]):
         yield [(layer * both + direction, slice(None, None, -1 if direction else 1)) for direction in range(both)]

@@ -1,5 +1,6 @@
 """The product of images with one trained factor for each channel, which is their last dimension: layer scale (Touvron
-et al., arXiv:2103.17239, section 2). The pass `layer_scale` makes it of a Reshape and a product."""
+et al., arXiv:2103.17239, section 2). The pass `layer_scale` makes this operator from a Reshape and a product.
+"""
 
 from __future__ import annotations
 

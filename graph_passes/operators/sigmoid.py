@@ -46,14 +46,17 @@ def sigmoid(x: Array) -> Array:
 
 
 def binary_targets(node: NodeView, label: Array, num_classes: int, dtype: np.dtype) -> Array:
-    """(N, classes): like `smoothed_targets`; with a threshold, 1 for targets above it and 0 for the others."""
+    """Targets (N, classes), like `smoothed_targets`. With a threshold, targets above the threshold become 1, all others
+    0.
+    """
     targets = smoothed_targets(node, label, num_classes, dtype)
     return (targets > node["threshold"]).astype(dtype) if node["threshold"] else targets
 
 
 def binary_cross_entropy(scores: Array, targets: Array) -> Array:
-    """-target * log(p) - (1 - target) * log(1 - p) with p = sigmoid(score), elementwise. Computed without the logarithm
-    of a probability that was rounded to 0 or 1."""
+    """-target * log(p) - (1 - target) * log(1 - p) with p = sigmoid(score), elementwise. The formula used avoids the
+    logarithm of a probability that was rounded to 0 or 1.
+    """
     return np.maximum(scores, 0) - scores * targets + np.log1p(np.exp(-np.abs(scores)))
 
 
@@ -84,12 +87,13 @@ _OUTPUT = LOSS_ATTRIBUTES | {
     "threshold": Attribute(float, 0.0),  # targets above it are 1, others 0; 0: targets are not changed
 }
 
-# MXNet has LogisticRegressionOutput. It only takes targets, and neither smooths them nor divides by the batch size.
+# MXNet has LogisticRegressionOutput. That operator accepts only targets, and neither smooths them nor divides by the
+# batch size.
 OPERATORS = (
     Operator("SigmoidOutput", ("data", "label", "bias"), _output, _compute_output, _OUTPUT,
              optional={"bias": "no_bias"}, numpy_gradient=_output_gradient,
              training=lambda node: "SigmoidCrossEntropy"),
-    # Like SoftmaxCrossEntropy. The loss of an image is the mean over the classes (timm's BinaryCrossEntropy).
+    # Outputs as in SoftmaxCrossEntropy. The loss of an image is the mean over the classes (timm's BinaryCrossEntropy).
     Operator("SigmoidCrossEntropy", ("data", "label", "loss_scale", "bias"), loss_and_hits, _compute_cross_entropy,
              _OUTPUT | {"no_loss_scale": TRUE}, ("data_grad", "loss", "top1", "top5"),
              {"loss_scale": "no_loss_scale", "bias": "no_bias"}, forward="SigmoidOutput"),

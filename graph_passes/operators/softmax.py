@@ -22,7 +22,7 @@ from graph_passes.operators.base import (
 )
 from graph_passes.operators.elementwise import elementwise
 
-TOP_K = 5  # k of the second accuracy, as for ImageNet
+TOP_K = 5  # k of the second accuracy: top-5, as for ImageNet
 
 # --- shapes ---
 
@@ -36,7 +36,7 @@ def scores_and_labels(node: NodeView, shapes: list[Shape | None]) -> tuple[Shape
 
 
 def loss_and_hits(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
-    """The shapes for the operator that replaces it in a training step."""
+    """The shapes for an operator that computes loss and hits in a training step."""
     (data, *others), _ = scores_and_labels(node, shapes)
     loss_scale = [] if node["no_loss_scale"] else [(1,)]
     label, *bias = others
@@ -76,10 +76,10 @@ def softmax_backward(dy: Array, y: Array, axis: int = -1) -> Array:
 
 
 def smoothed_targets(node: NodeView, label: Array, num_classes: int, dtype: np.dtype) -> Array:
-    """(N, classes): 1 - smooth_alpha for the label, smooth_alpha / (classes - 1) elsewhere, as MXNet smooths.
+    """Targets (N, classes): 1 - smooth_alpha for the label, smooth_alpha / (classes - 1) elsewhere, as MXNet smooths.
 
-    (Szegedy et al., arXiv:1512.00567, spread it over all classes; the two agree after a rescaling of smooth_alpha.) As
-    in MXNet, a label of shape (N, classes) is used directly as the targets.
+    (Szegedy et al., arXiv:1512.00567, spread smooth_alpha over all classes. Both forms agree after a rescaling of
+    smooth_alpha.) As in MXNet, a label of shape (N, classes) is used directly as the targets.
     """
     if label.ndim == 2:
         return label.astype(dtype)
@@ -91,7 +91,7 @@ def smoothed_targets(node: NodeView, label: Array, num_classes: int, dtype: np.d
 
 
 def weighted_targets(node: NodeView, label: Array, num_classes: int, dtype: np.dtype) -> Array:
-    """(N, classes): `smoothed_targets`, each class times its weight, as in PyTorch's cross_entropy."""
+    """Targets (N, classes): `smoothed_targets`, each class times its weight, as in PyTorch's cross_entropy."""
     targets, weights = smoothed_targets(node, label, num_classes, dtype), node["class_weights"]
     return targets * np.asarray(weights, dtype) if weights else targets
 
@@ -137,9 +137,12 @@ def with_bias(node: NodeView, scores: Array, others: Sequence[Array]) -> tuple[A
 
 
 def count_hits(scores: Array, label: Array) -> list[Array]:
-    """The number of images whose label is the best class, and among the best `TOP_K`, (1,) each. With targets (N,
-    classes) instead of labels, an image's largest target counts as its label."""
-    # Classes that rank before the label: better ones, and equal ones with a smaller number.
+    """Two counts, (1,) each: the images whose label is the most likely class, and the images whose label is among the
+    `TOP_K` most likely classes. With targets (N, classes) instead of labels, an image's largest target counts as its
+    label.
+    """
+    # Classes that rank before the label: classes with higher scores, and classes with equal scores and a smaller
+    # number.
     own_class = (label.argmax(axis=1) if label.ndim == 2 else label.astype(int))[:, None]
     own = np.take_along_axis(scores, own_class, axis=1)
     rank = ((scores > own) | ((scores == own) & (np.arange(scores.shape[1]) < own_class))).sum(axis=1)

@@ -34,8 +34,9 @@ LAYOUT = Attribute(_layout, "NCHW")
 
 
 def window(node: NodeView) -> Window:
-    """The window of a convolution or pooling or of a gradient of one. MXNet's defaults are stride and dilation 1 and no
-    padding."""
+    """The window of a convolution or pooling, or of the gradient of either. MXNet's defaults are stride and dilation 1
+    and no padding.
+    """
     kernel = node["kernel"]
     if len(kernel) != 2:
         raise GraphError(f"{node.op} '{node.name}' has kernel={kernel}: only two spatial dimensions are supported")
@@ -59,7 +60,8 @@ def output_size(node: NodeView, size: Shape) -> Shape:
                 "use larger images"
             )
         result.append((math.ceil(span / st) if convention == "full" else span // st) + 1)
-        # Such windows have no pixel: MXNet counts them, with a maximum of -infinity, and PyTorch and ONNX do not.
+        # These windows contain no pixel. MXNet still gives them an output, with a maximum of -infinity; PyTorch and
+        # ONNX do not.
         if convention and (p >= k or (result[-1] - 1) * st >= s + p):
             raise GraphError(
                 f"{node.op} '{node.name}' has windows outside its {size[0]}x{size[1]} input (kernel={kernel}, "
@@ -80,7 +82,8 @@ def as_layout(node: NodeView, x: Array) -> Array:
 
 
 class Places:
-    """For each position (row, column) in a kernel, the region of the padded images that it meets, one pixel per output.
+    """For each position (row, column) in a kernel, the region of the padded images that this position reads, one pixel
+    per output.
 
     Iterating gives ((row, column), index of an NHWC array), rows first.
     """
@@ -117,7 +120,7 @@ class Places:
         return np.zeros(self.padded_shape, dtype)
 
     def divisor(self, node: NodeView) -> Array:
-        """The divisor of a window's sum for each output (1, H, W, 1): the number of its pixels."""
+        """The divisor of a window's sum for each output (1, H, W, 1): the number of the window's pixels."""
         if node["pool_type"] == "sum":
             return np.ones((1, 1, 1, 1))
         pad = self.window.pad

@@ -1,4 +1,5 @@
-"""Optimizers by name: one per file, with constants and formula; `kernels/optimizer.cu` has the GPU implementations.
+"""Optimizers by name: each file has one optimizer, with constants and formula; `kernels/optimizer.cu` has the GPU
+implementations.
 
     rule = create("adamw", {"betas": (0.9, 0.999), "epsilon": 1e-8, "weight_decay": 0.05})
     optimizer = executor.create_optimizer(rule)
@@ -33,6 +34,6 @@ def rule_of(name: str) -> type[Rule]:
 
 
 def create(name: str, constants: Mapping[str, Any]) -> Rule:
-    """The optimizer with this name. It takes from `constants` those that it has."""
+    """The optimizer with this name. Constants in `constants` that the optimizer lacks are ignored."""
     rule = rule_of(name)
     return rule(**{field.name: constants[field.name] for field in fields(rule) if field.name in constants})

@@ -36,7 +36,7 @@ class AdamW(Rule):
 
     @property
     def kernel_constants(self) -> tuple[float, ...]:
-        """Compute 1 - beta and log(beta) here: from an fp32 beta near 1 they would have few digits."""
+        """Compute 1 - beta and log(beta) here: computed from an fp32 beta near 1, both would have few digits."""
         return (*(constant for beta in self.betas for constant in (beta, 1 - beta, _log(beta))), self.epsilon)
 
     def update(self, arrays: Any, weight: Any, gradient: Any, state: tuple[Any, ...], is_weight: bool,
@@ -45,7 +45,8 @@ class AdamW(Rule):
         if is_numpy(arrays):
             weight -= rate * self.direction(weight, gradient, state, decay, step)
             return
-        # MXNet's Adam, one pass over memory instead of ten, has no bias correction: the correction goes into the rate.
+        # MXNet's Adam takes one pass over memory instead of ten, but has no bias correction, so the correction goes
+        # into the rate.
         beta1, beta2 = self.betas
         root = math.sqrt(1 - beta2**step.number)
         if decay:
@@ -54,8 +55,9 @@ class AdamW(Rule):
                            beta2=beta2, epsilon=self.epsilon * root, rescale_grad=step.scale, out=weight)
 
     def direction(self, weight: Any, gradient: Any, state: tuple[Any, ...], decay: float, step: Update) -> Any:
-        """The update direction, which is multiplied by the learning rate. Updates mean and variance in `state`. In
-        NumPy."""
+        """The update direction, which is multiplied by the learning rate. Also updates mean and variance in `state`.
+        For NumPy arrays.
+        """
         mean, variance = state
         gradient = step.scale * gradient
         beta1, beta2 = self.betas

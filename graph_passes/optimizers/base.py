@@ -14,10 +14,10 @@ Arrays = Mapping[str, Any]
 
 
 class Update(NamedTuple):
-    """The values of one step that are the same for all parameters."""
+    """The values of one step that are equal for all parameters."""
 
     learning_rate: float
-    scale: float  # factor that gradients are multiplied by first
+    scale: float  # factor by which gradients are multiplied first
     number: int  # number of this update, from 1
 
 
@@ -25,7 +25,7 @@ class Update(NamedTuple):
 class Rule(ABC):
     """An optimizer: its constants, which are options of a run under the same names, and its formula.
 
-    `weight_decay` applies to weights only (`roles.weights`), as do the ratios of LARS and LAMB.
+    `weight_decay` and the ratios of LARS and LAMB apply only to weights (`roles.weights`).
     """
 
     slots: ClassVar[tuple[str, ...]]
@@ -76,7 +76,7 @@ def norm(arrays: Any, array: Any) -> Any:
 
 
 def global_norm(arrays: Any, tensors: Iterable[Any]) -> float:
-    """The norm over all elements of all tensors. Waits for the device once."""
+    """The norm over all elements of all tensors. Waits for the device, once for all tensors."""
     squares = [_squares(arrays, tensor) for tensor in tensors]
     together = squares if is_numpy(arrays) else arrays.concat(*squares, dim=0).asnumpy().tolist()
     return math.sqrt(math.fsum(together))
@@ -122,9 +122,9 @@ class ArrayOptimizer:
 
     Args:
         rule: the optimizer's formula.
-        params, grads: by parameter name; parameters are read and written, gradients are read in every step.
+        params, grads: arrays by parameter name; parameters are read and written, gradients are read in every step.
         weights: the parameters that are weights (`roles.weights`).
-        ema_of: arrays to keep moving averages of: ema = decay * ema + (1 - decay) * array.
+        ema_of: arrays of which moving averages are kept: ema = decay * ema + (1 - decay) * array.
         rate_factors: factors of the learning rate, by parameter, if not 1 (`roles.rate_factors`).
         clip_norm: the largest global norm of the gradients; 0: no clipping.
     """
@@ -135,7 +135,8 @@ class ArrayOptimizer:
         self.rule, self.params, self.grads, self.weights = rule, params, grads, weights
         self.rate_factors = rate_factors or {}
         self.clip_norm = clip_norm
-        self.gradient_norm: float | None = None  # of the latest step, before clipping; None without clipping
+        # gradient norm of the latest step, before clipping; None without clipping
+        self.gradient_norm: float | None = None
         self._arrays = _module_of(next(iter(params.values())))
         self.state = {slot: {name: self._zeros_like(array) for name, array in params.items()} for slot in rule.slots}
         self.ema_of = ema_of or {}

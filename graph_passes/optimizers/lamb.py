@@ -12,7 +12,8 @@ from graph_passes.optimizers.base import Update, is_numpy, norm, ratio
 
 @dataclass(frozen=True)
 class LAMB(AdamW):
-    """You et al., arXiv:1904.00962, algorithm 2, with phi(z) = z: AdamW's step of a weight is multiplied by the ratio
+    """You et al., arXiv:1904.00962, algorithm 2, with phi(z) = z: the step that AdamW takes for a weight is multiplied
+    by the ratio
 
         |w| / |m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + epsilon) + weight_decay * w|
 

@@ -11,7 +11,7 @@ from graph_passes.optimizers.sgd import SGD
 
 @dataclass(frozen=True)
 class LARS(SGD):
-    """You, Gitman, Ginsburg, arXiv:1708.03888, equation 6: SGD's g of a weight is multiplied by
+    """You, Gitman, Ginsburg, arXiv:1708.03888, equation 6: SGD's term g for a weight is multiplied by
 
         trust_coefficient * |w| / (|scale * gradient| + weight_decay * |w|)
 

@@ -40,7 +40,7 @@ class Lion(Rule):
         gradient = step.scale * gradient
         between = beta1 * mean + (1 - beta1) * gradient
         mean[:] = beta2 * mean + (1 - beta2) * gradient
-        sign = arrays.sign(between) + 0 * between  # NaN stays NaN; MXNet's sign of NaN is 0
+        sign = arrays.sign(between) + 0 * between  # keeps NaN as NaN, although MXNet's sign of NaN is 0
         weight -= step.learning_rate * (sign + self.decay(is_weight) * weight)
 
 

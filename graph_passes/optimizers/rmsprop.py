@@ -1,4 +1,4 @@
-"""RMSProp in TensorFlow's form, as the recipes of MobileNetV3 and EfficientNet use it."""
+"""RMSProp in TensorFlow's form, which the recipes of MobileNetV3 and EfficientNet use."""
 
 from __future__ import annotations
 

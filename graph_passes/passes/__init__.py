@@ -1,7 +1,7 @@
 """Passes: pure functions from a graph to a graph, one per file. Only `precision` and `quantise` change results.
 
-They rewrite meaning or form. A fusion that only some devices support is not a pass but a rule beside its kernel
-(`executors/cuda/kernels/`); the pass `cover` of `pipeline.py` chooses among these.
+Passes change what is computed, or only its form. A fusion that only some devices support is not a pass but a rule
+beside its kernel (`executors/cuda/kernels/`); the pass `cover` of `pipeline.py` chooses among these.
 """
 
 from graph_passes.passes.add_relu import add_relu

@@ -12,7 +12,7 @@ def add_relu(graph: Graph) -> Graph:
         before    a, b -> elemwise_add `add` -> Activation(relu)
         after     a, b -> AddRelu `add_relu`
 
-    The sum is never written to memory. This saves one write and one read, and as much for its gradient.
+    The sum is never written to memory. This saves one write and one read, and the same for the gradient of the sum.
     """
 
     def fuse(node: Node) -> Node | None:

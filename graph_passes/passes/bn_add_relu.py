@@ -19,7 +19,7 @@ def bn_add_relu(graph: Graph) -> Graph:
         before    x, gamma, beta, mean, var -> BatchNorm `bn`;  bn, factors -> DropoutImages -> elemwise_add -> ...
         after     x, gamma, beta, mean, var, shortcut, factors -> BatchNormAddRelu(no_factors=False) `bn_add_relu`
 
-    In this case that BatchNorm is fused in preference to another one.
+    If both summands come from BatchNorms, the BatchNorm with stochastic depth is the one that is fused.
     """
 
     def dropped(ref: Ref) -> Node | None:

@@ -12,7 +12,7 @@ def bn_relu(graph: Graph) -> Graph:
         before    x, gamma, beta, mean, var -> BatchNorm `bn` -> Activation(relu)
         after     x, gamma, beta, mean, var -> BatchNormRelu `bn_relu`
 
-    Backward, one operator masks the gradient and does BatchNorm's two reductions on it.
+    In the backward pass, one operator masks the gradient and computes BatchNorm's two reductions of it.
     """
 
     def fuse(node: Node) -> Node | None:

@@ -39,7 +39,9 @@ def _gradients(reduction: Node) -> tuple[Ref, Ref]:
 
 
 def _strided(graph: Graph, reduction: Node) -> Node | None:
-    """The data gradient of a strided 1x1 convolution that only this reduction reads, besides another gradient."""
+    """The data gradient of a strided 1x1 convolution that this reduction adds to another gradient, if no other node
+    reads it.
+    """
     if reduction.op not in _REDUCTIONS or reduction["single_grad"] or reduction["axis"] not in (3, -1):
         return None
     return next((graph[ref.node] for ref in reversed(_gradients(reduction))

@@ -16,15 +16,15 @@ def conv_epilogue(graph: Graph, groups: bool = False) -> Graph:
         after     x, weight, bias, shortcut -> ConvolutionAddRelu `r`
 
     Likewise with ReLU alone: ConvolutionRelu. Grouped convolutions become two operators, because cuDNN fuses nothing
-    into them; with `groups` they are treated like the others. A FullyConnected with bias becomes two operators as well,
-    a product and BiasAdd, BiasRelu or BiasAddRelu: what is added to is small beside its weights. The classifier has
-    given its bias to the loss already (`softmax_bias`).
+    into them; with `groups` they are fused like other convolutions. A FullyConnected with bias becomes two operators as
+    well, a product and BiasAdd, BiasRelu or BiasAddRelu: its output is small compared with its weights. The classifier
+    has no bias here, because `softmax_bias` has moved the bias to the loss.
     """
     ends = {}  # name of a convolution or fully connected layer -> the ReLU that reads it
     for node in graph:
         if weighted := _before_relu(graph, node):
             ends[weighted.name] = node
-    nodes: dict[str, list[Node]] = {}  # by the name of the node that they replace
+    nodes: dict[str, list[Node]] = {}  # name of the replaced node -> new nodes
     for node in graph:
         if node.op not in _WEIGHTED or node["no_bias"]:
             continue
@@ -38,12 +38,13 @@ def conv_epilogue(graph: Graph, groups: bool = False) -> Graph:
 
 
 def saturate_clip(graph: Graph) -> Graph:
-    """For INT8: write a clip from 0 up, such as ReLU6, that ends a convolution and is read as integers as a ReLU.
+    """For INT8: replace a clip with the lower limit 0, such as ReLU6, by a ReLU, if it follows a convolution and its
+    readers use integers.
 
         before    x -> Convolution -> clip(0, 6) `r` -> Convolution
         after     x -> Convolution -> Activation(relu) `r` -> Convolution
 
-    The integers of `r` end at its limit of calibration, which is at most 6, because the tensor holds nothing above.
+    The integers of `r` end at its limit of calibration, which is at most 6, because the tensor has no larger values.
     """
     def rule(node: Node) -> Node | None:
         if node.op != "clip" or node["a_min"] != 0 or not graph.only_used_by_one(node.inputs[0], "Convolution"):
@@ -57,8 +58,9 @@ def saturate_clip(graph: Graph) -> Graph:
 
 
 def _before_relu(graph: Graph, node: Node) -> Node | None:
-    """The convolution or fully connected layer with bias that only this ReLU reads, or addition and ReLU; the first, if
-    there are two."""
+    """The convolution or fully connected layer with bias whose only reader is this ReLU, or this addition with ReLU. If
+    two layers are added, the first.
+    """
     if not is_relu(node) and node.op != "AddRelu":
         return None
     found = (graph.only_used_by_one(ref, *_WEIGHTED) for ref in node.inputs)
@@ -75,19 +77,22 @@ def _fused(convolution: Node, end: Node | None) -> Node:
 
 
 def _addend(weighted: Node, end: Node) -> list[Ref]:
-    """What an addition and ReLU adds to a convolution or fully connected layer."""
+    """The tensor that the AddRelu `end` adds to a convolution or fully connected layer; empty for a plain ReLU."""
     return [ref for ref in end.inputs if ref != Ref(weighted.name)]
 
 
 def in_two(fused: Node, name: str) -> list[Node]:
-    """The convolution under this name, and the node for the rest."""
+    """Split a fused convolution: the plain convolution under the name `name`, and a node for bias, addition and ReLU.
+    """
     data, weight, bias, *addend = fused.inputs
     product = fused.derive("Convolution", name, (data, weight), no_bias=True)
     return [product, _rest(fused, product, bias, addend, fused.op.removeprefix("Convolution") or "Add")]
 
 
 def _in_two(layer: Node, end: Node | None, name: str) -> list[Node]:
-    """A fully connected layer without bias under this name, and the node for the bias and the ReLU `end`, if any."""
+    """Split a fully connected layer: the layer without bias under the name `name`, and a node for the bias and the ReLU
+    `end`, if any.
+    """
     data, weight, bias = layer.inputs
     product = layer.with_attrs(no_bias=True).replace(name=name, inputs=(data, weight))
     addend = _addend(layer, end) if end else []

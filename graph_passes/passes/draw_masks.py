@@ -23,7 +23,8 @@ def draw_masks(graph: Graph, images: int) -> Graph:
     """
     nodes: list[Node] = []
     moved: dict[Ref, Ref] = {}
-    rows: dict[tuple[int, ...], list[tuple[Node, int]]] = {PER_IMAGE: [], PER_BATCH: []}  # by axes, with their numbers
+    # axes -> Dropouts with their numbers
+    rows: dict[tuple[int, ...], list[tuple[Node, int]]] = {PER_IMAGE: [], PER_BATCH: []}
     dropouts = [node for node in graph if node.op == "Dropout"]
     for number, node in enumerate(dropouts):
         axes = tuple(sorted(node["axes"]))

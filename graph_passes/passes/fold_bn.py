@@ -15,7 +15,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 def fold_bn(graph: Graph) -> Graph:
-    """Replace a convolution and its BatchNorm by a convolution with bias that computes the same in inference.
+    """Replace a convolution and its BatchNorm by a convolution with bias that computes the same output in inference.
 
         before    x, weight -> Convolution `conv` -> BatchNorm (gamma, beta, mean, var)
         after     x, weight, bias -> Convolution `conv_folded`
@@ -27,8 +27,9 @@ def fold_bn(graph: Graph) -> Graph:
 
 
 def fold_frozen(graph: Graph) -> Graph:
-    """`fold_bn` for the frozen layers of a training graph (`freeze`): their BatchNorms compute the same in training as
-    in inference. A graph without such layers does not change."""
+    """`fold_bn` for the frozen layers of a training graph (`freeze`): these BatchNorms compute the same output in
+    training and in inference. A graph without frozen layers does not change.
+    """
     return _fold(graph, frozen_only=True)
 
 
@@ -40,7 +41,8 @@ def _fold(graph: Graph, frozen_only: bool) -> Graph:
         if conv is None:
             return None
         weight = graph[conv.inputs[1].node]
-        own = {key: weight.attrs[key] for key in (RATE_FACTOR,) if key in weight.attrs}  # frozen if the weight is
+        # the folded bias is frozen if the weight is frozen
+        own = {key: weight.attrs[key] for key in (RATE_FACTOR,) if key in weight.attrs}
         bias = [] if len(conv.inputs) == 3 else [Node(VARIABLE, _bias_name(graph, conv), attrs=own)]
         inputs = (*conv.inputs[:2], Ref(_bias_name(graph, conv)))
         folded = conv.replace(name=graph.unused_name(f"{conv.name}_folded"), inputs=inputs)
@@ -63,7 +65,9 @@ class Folding(NamedTuple):
 
 
 def foldings(graph: Graph, frozen_only: bool = False) -> Iterator[Folding]:
-    """The BatchNorms that `fold_bn(graph)` folds, or with `frozen_only` `fold_frozen(graph)`, in the graph's order."""
+    """The BatchNorms that `fold_bn(graph)` folds, in the graph's order. With `frozen_only`, the BatchNorms that
+    `fold_frozen(graph)` folds.
+    """
     for node in graph:
         if (conv := _convolution_before(graph, node)) and (node["use_global_stats"] or not frozen_only):
             yield Folding(node, conv, _bias_name(graph, conv))

@@ -16,10 +16,10 @@ def freeze(graph: Graph, prefix: str) -> Graph:
         before    data, weight -> Convolution -> BatchNorm
         after     data, weight(lr_mult=0) -> Convolution -> BatchNorm(use_global_stats=True), gamma(lr_mult=0), ...
 
-    These are MXNet's own attributes. A frozen BatchNorm normalises with its running statistics in training, too, and
-    does not update them. The same holds for a BatchNorm that is the only reader of a frozen convolution. `prefix` is
-    the beginning of names in `graph` ("stage2", "stage2_block1_conv1"), or "backbone": all but the classifier. The
-    network must not be fused yet.
+    `lr_mult` and `use_global_stats` are MXNet's own attributes. A frozen BatchNorm normalises with its running
+    statistics in training, too, and does not update them. The same holds for a BatchNorm that is the only reader of a
+    frozen convolution. `prefix` is the beginning of names in `graph` ("stage2", "stage2_block1_conv1"), or "backbone":
+    all but the classifier. The network must not be fused yet.
 
     Raises GraphError if no name begins with `prefix`, or if nothing would be left to train.
     """
@@ -65,7 +65,7 @@ def slow_backbone(graph: Graph, factor: float) -> Graph:
 def _with_ancestors(graph: Graph, nodes: list[Node]) -> set[str]:
     """Names of these nodes and of all nodes that they depend on."""
     found = {node.name for node in nodes}
-    for node in reversed(list(graph)):  # readers come before the nodes that they read
+    for node in reversed(list(graph)):  # in reverse order, readers come before the nodes that they read
         if node.name in found:
             found.update(ref.node for ref in node.inputs)
     return found

@@ -18,19 +18,19 @@ def gradient(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> Graph:
         after     data -> Convolution -> BatchNormReluTrain -> ... -> SoftmaxCrossEntropy
                        -> ... -> BatchNormReluBackward -> ConvolutionWgrad
 
-    `shapes`: of the inputs (`data`, optionally the label); every other argument is a parameter. Each operator's
-    gradient is in its description (`graph_passes/operators`). Outputs, with the names from `output_names`:
+    `shapes`: the shapes of the inputs (`data`, optionally the label); every other argument is a parameter. Each
+    operator's gradient is in its description (`graph_passes/operators`). Outputs, with the names from `output_names`:
 
     - `loss`, `top1`, `top5`: sums over the batch, (1,). The loss is the (binary) cross entropy with smoothed targets
     - each running statistic under its own name: the value after this step
     - `<parameter>_grad`, last layers first: the order in which the backward pass completes them. A parameter that the
       loss does not depend on (gamma with fix_gamma) has none
 
-    Layers before the first trained layer are as in inference: no gradient reaches frozen layers (`freeze`).
+    Layers before the first trained layer are computed as in inference: no gradient reaches frozen layers (`freeze`).
 
-    A convolution's weight gradient comes before its data gradient: the forward convolution's data is then free, and the
-    bucket is full earlier. Gradients of a tensor with several readers are added with `elemwise_add`, which the pass
-    `gradient_add` moves into the operator that reads the sum.
+    A convolution's weight gradient comes before its data gradient: the memory of the forward convolution's data is then
+    free earlier, and the bucket is full earlier. Gradients of a tensor with several readers are added with
+    `elemwise_add`, which the pass `gradient_add` moves into the operator that reads the sum.
 
     Raises GraphError for another last operator, and operators that have no gradient here.
     """
@@ -43,7 +43,7 @@ def gradient(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> Graph:
     needed = _needing_gradient(graph, parameters)
 
     nodes = [_training_variant(graph, node) if node.name in needed else node for node in graph]
-    pending = {loss.inputs[0]: [Ref(loss.name)]}  # tensor -> gradients from each of its readers
+    pending = {loss.inputs[0]: [Ref(loss.name)]}  # tensor -> gradients from each reader of the tensor
     for node in reversed(list(graph)):
         if node.is_variable or Ref(node.name) not in pending:
             continue
@@ -95,7 +95,7 @@ def gradient_add(graph: Graph) -> Graph:
 
 
 def _needing_gradient(graph: Graph, parameters: Sequence[str]) -> set[str]:
-    """Names of the parameters and of the nodes that depend on one."""
+    """Names of the parameters, and of all nodes that depend on a parameter."""
     needed = set(parameters)
     for node in graph:
         if any(ref.node in needed for ref in node.inputs):
@@ -104,7 +104,9 @@ def _needing_gradient(graph: Graph, parameters: Sequence[str]) -> set[str]:
 
 
 def _training_variant(graph: Graph, node: Node) -> Node:
-    """The node, or its training variant, which also outputs what its gradient needs. Keeps the name."""
+    """The node, or the node's training variant, which also outputs the tensors that the gradient needs. The name does
+    not change.
+    """
     if node.is_variable:
         return node
     if node.op in BATCH_NORMS and any(Ref(node.name, index) in graph.consumers for index in (1, 2)):

@@ -1,4 +1,4 @@
-"""BatchNorm statistics shared by the GPUs of a group: each GPU's sums are replaced by the group's."""
+"""BatchNorm statistics shared by the GPUs of a group: each GPU's sums are replaced by the sums of the group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def group_mean(graph: Graph) -> Graph:
         before    dy, x -> BatchNormBackwardReduce `b` -> dgamma, dbeta
         after     dy, x -> BatchNormBackwardReduce `b` -> dgamma, dbeta -> GroupMean `b_group` -> their means
 
-    This is the last pass, so that fusions need not know about it.
+    This is the last pass, so that fusions need not handle exchanges.
     """
     nodes: list[Node] = []
     moved: dict[Ref, Ref] = {}
@@ -27,7 +27,7 @@ def group_mean(graph: Graph) -> Graph:
         if "sums" in names and node.output("sums") in graph.consumers:
             sums = node.output("sums")
             norm = graph.consumers[sums][0]
-            data = norm.inputs[norm.inputs.index(sums) - 1]  # the data precede their sums
+            data = norm.inputs[norm.inputs.index(sums) - 1]  # the data is the input before its sums
             nodes.append(norm.derive("GroupStatistics", graph.unused_name(f"{node.name}_group"), (data, sums),
                                      part_of=norm.name))
             moved[sums] = Ref(nodes[-1].name)

@@ -9,13 +9,14 @@ from graph_passes.errors import GraphError
 from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import BATCH_NORMS, channel_axis, window
 
-_AXES = {"NCHW": (0, 3, 1, 2), "NHWC": (0, 2, 3, 1)}  # transpose to this layout from the other one; weights likewise
-# Operators that treat every element alike, or that work along a dimension that follows from the layout.
+# layout -> axes of the transpose from the other layout; weights likewise
+_AXES = {"NCHW": (0, 3, 1, 2), "NHWC": (0, 2, 3, 1)}
+# Operators that treat every element alike, or that work along a dimension whose number depends on the layout.
 _ELEMENTWISE = ("Activation", "relu", "elemwise_add", "AddRelu", "clip", "_copy", "BlockGrad", "sigmoid", "tanh",
                 "softsign", "hard_sigmoid", "elemwise_mul", "_plus_scalar", "_minus_scalar", "_mul_scalar",
                 "_div_scalar")
 _BROADCAST = ("broadcast_mul", "broadcast_add")
-_AXIS = {"Concat": "dim", "slice_axis": "axis", "LayerNorm": "axis"}  # the attribute that is a dimension
+_AXIS = {"Concat": "dim", "slice_axis": "axis", "LayerNorm": "axis"}  # operator -> its attribute that is a dimension
 
 
 def layout(graph: Graph, to: str, inputs: Sequence[str] = ()) -> Graph:
@@ -25,11 +26,11 @@ def layout(graph: Graph, to: str, inputs: Sequence[str] = ()) -> Graph:
         after     data (NHWC) -> transpose -> Convolution(layout=NCHW), weight OIHW -> BatchNorm(axis=1) -> ...
 
     The weights change their layout (`weight_layouts` returns it), and so do the graph's inputs named by `inputs`, if
-    they are read in the other layout. Other inputs keep theirs. Elementwise operators follow their inputs, and so do
-    operators along a dimension, such as Concat and LayerNorm. A tensor of one pixel (after global pooling) can be
+    they are read in the other layout. Other inputs keep their layout. Elementwise operators follow their inputs, and so
+    do operators along a dimension, such as Concat and LayerNorm. A tensor of one pixel (after global pooling) can be
     flattened without conversion. So a residual network gets one transpose, at its data, or none with `inputs=["data"]`.
-    An input whose layout no operator tells counts as one in the other layout. All other operators get their inputs in
-    the original layout.
+    If no operator determines the layout of an input, the input counts as being in the other layout. All other operators
+    get their inputs in the original layout.
 
     Raises GraphError for an unknown layout or input.
     """
@@ -42,9 +43,10 @@ def layout(graph: Graph, to: str, inputs: Sequence[str] = ()) -> Graph:
 
 
 def reading_nhwc(graph: Graph, default: str) -> Graph:
-    """The graph with images, `data`, in NHWC: through a transpose if its operators take them in NCHW. `default`: the
-    layout of its images if none of the operators that they reach tells it; that of a fully connected layer, which reads
-    the pixels in a different order, cannot be seen."""
+    """The graph with images, `data`, in NHWC: through a transpose if the graph's operators read images in NCHW.
+    `default`: the layout of the images if no operator that reads them determines it. A fully connected layer reads the
+    pixels in either order, so it does not show the layout.
+    """
     if _layout_of(graph, "data", default) == "NHWC":
         return graph
     images = Node("transpose", graph.unused_name("data_nchw"), (Ref("data"),), {"axes": _AXES["NCHW"]})
@@ -52,7 +54,7 @@ def reading_nhwc(graph: Graph, default: str) -> Graph:
 
 
 def _layout_of(graph: Graph, images: str, default: str) -> str:
-    """The layout in which the first operator that has one reads the images."""
+    """The layout of the first operator that reads the images and has a layout."""
     reached = {images}
     for node in graph:
         if not any(ref.node in reached for ref in node.inputs):
@@ -83,14 +85,14 @@ def _makes_vector(node: Node) -> bool:
 
 
 class _Conversion:
-    """One run of the pass. Knows for every tensor the layouts in which it exists already."""
+    """One run of the pass. Records for every tensor the layouts in which the tensor exists."""
 
     def __init__(self, graph: Graph, to: str, inputs: Sequence[str]) -> None:
         self.graph, self.inputs = graph, inputs
         self.to, self.origin = to, next(name for name in _AXES if name != to)
         self.nodes: list[Node] = []
-        self.converted: dict[Ref, Ref] = {}  # tensor of the graph -> its form in the layout `to`
-        self.restored: dict[Ref, Ref] = {}  # tensor that exists only converted -> its form in the original layout
+        self.converted: dict[Ref, Ref] = {}  # tensor of the graph -> the tensor in the layout `to`
+        self.restored: dict[Ref, Ref] = {}  # tensor that exists only converted -> the tensor in the original layout
         self.one_pixel: set[Ref] = set()  # converted tensors of height and width 1
 
     def run(self) -> Graph:
@@ -103,7 +105,8 @@ class _Conversion:
         if node.is_variable:
             return self._variable(node) if self._is_weight(node) or self._is_input(node) else node
         result = Ref(node.name)
-        if node.op == "transpose" and node["axes"] == _AXES[self.origin]:  # its input has the new layout already
+        # the input of the transpose has the new layout already
+        if node.op == "transpose" and node["axes"] == _AXES[self.origin]:
             source = self._original(node.inputs[0])
             self.converted[result] = source
             return node.replace(inputs=(source,))
@@ -152,24 +155,26 @@ class _Conversion:
         return node.replace(inputs=tuple(self._original(ref) for ref in node.inputs))
 
     def _is_image(self, ref: Ref) -> bool:
-        """Does a tensor have the dimensions of images, or is it converted?"""
+        """Whether a tensor has the dimensions of images, or has been converted."""
         node = self.graph[ref.node]
         return ref in self.converted or (node.op == "Reshape" and len(node["shape"]) == 4)
 
     def _makes_one_pixel(self, node: Node) -> bool:
-        """Whether its output has one pixel: a global pooling, or a product of a one-pixel tensor with every weight."""
+        """Whether the node's output has one pixel: a global pooling, or a product of a one-pixel tensor with every
+        weight.
+        """
         if node.op == "Pooling":
             return bool(node["global_pool"])
         return self._convert(node.inputs[0]) in self.one_pixel and window(node).pad == (0, 0)
 
     def _is_elementwise(self, node: Node) -> bool:
-        """Whether it treats each element alike, independent of its position."""
+        """Whether the node treats each element alike, independently of the element's position."""
         if node.op == "LeakyReLU":
             return bool(node["act_type"] != "prelu")
         return node.op in _ELEMENTWISE or (node.op == "Dropout" and not node["axes"])
 
     def _is_over_pixels(self, node: Node) -> bool:
-        """Whether it is a mean over height and width only."""
+        """Whether the node is a mean over height and width only."""
         return {axis % 4 for axis in node["axis"]} == {0, 1, 2, 3} - {0, channel_axis(self.origin)}
 
     def _moved(self, axis: int) -> int:
@@ -177,17 +182,17 @@ class _Conversion:
         return _AXES[self.to].index(axis % 4)
 
     def _is_to_convert(self, node: Node) -> bool:
-        """Whether it works on images in the layout that is being replaced."""
+        """Whether the node works on images in the layout that is being replaced."""
         if node.op in ("Convolution", "Pooling"):
             return node["layout"] == self.origin
         return node.op in BATCH_NORMS and node["axis"] % 4 == channel_axis(self.origin)
 
     def _is_input(self, variable: Node) -> bool:
-        """Whether it is an input that must come in the new layout but does not yet."""
+        """Whether the variable is an input that must be in the new layout, and is not yet."""
         return variable.name in self.inputs and _layout_of(self.graph, variable.name, self.origin) == self.origin
 
     def _is_weight(self, variable: Node) -> bool:
-        """Whether it is only read as a weight by convolutions that are converted."""
+        """Whether the only readers of the variable are converted convolutions, which read it as their weight."""
         ref = Ref(variable.name)
         readers = self.graph.consumers.get(ref, ())
         return ref not in self.graph.outputs and all(
@@ -204,7 +209,7 @@ class _Conversion:
         return variable.with_attrs(__shape__=str(tuple(shape[axis] for axis in _AXES[self.to])))
 
     def _convert(self, ref: Ref) -> Ref:
-        """The tensor in the new layout, through a transpose if it does not exist in it yet."""
+        """The tensor in the new layout, through a transpose if it does not exist in the new layout yet."""
         if ref not in self.converted:
             source = self.graph[ref.node]
             self.converted[ref] = self._reshape(source) if _makes_vector(source) else self._transpose(ref, self.to)

@@ -17,7 +17,7 @@ def binary_cross_entropy(graph: Graph, threshold: float = 0.0) -> Graph:
         after     scores, label -> SigmoidOutput(threshold)
 
     Label smoothing and normalisation stay. The loss of an image is the mean over the classes. With a `threshold`,
-    targets above it become 1 and the others 0, after smoothing and mixing; 0: they stay as they are.
+    targets above the threshold become 1 and all others 0, after smoothing and mixing. With 0, targets do not change.
 
     Raises GraphError for a network that does not end in SoftmaxOutput.
     """
@@ -30,11 +30,12 @@ def custom_loss(graph: Graph, loss: str, probabilities: str = "softmax") -> Grap
         before    scores, label -> SoftmaxOutput
         after     scores, label -> CustomOutput(loss, probabilities)
 
-    Label smoothing and normalisation stay. `loss`: the JSON of a Symbol that gives the loss (N,) of each image, made of
-    the variables scores and targets, (N, C) each, and of the operators of `operators/formula.py`. `probabilities`: what
-    the scores become in inference, "softmax" or "sigmoid".
+    Label smoothing and normalisation stay. `loss`: the JSON of a Symbol that gives the loss (N,) of each image. The
+    Symbol may contain the variables scores and targets, (N, C) each, and the operators of `operators/formula.py`.
+    `probabilities`: the function of the scores in inference, "softmax" or "sigmoid".
 
-    Raises GraphError for a network that does not end in SoftmaxOutput, and for a Symbol that is not such a loss.
+    Raises GraphError for a network that does not end in SoftmaxOutput, and for a Symbol that is not a loss of this
+    form.
     """
     formula.read(loss, probabilities)
     return _another(graph, "CustomOutput", loss=loss, probabilities=probabilities)
@@ -50,7 +51,7 @@ def weigh_classes(graph: Graph, weights: Sequence[float]) -> Graph:
 
 
 def stock_loss(graph: Graph) -> Graph:
-    """Replace a loss of ours by MXNet's own operator, for a file that MXNet is to read. The outputs are equal.
+    """Replace a loss of this project by MXNet's own operator, for files that MXNet must read. The outputs are equal.
 
         before    scores, label -> SigmoidOutput, or CustomOutput
         after     scores, label -> LogisticRegressionOutput, or SoftmaxOutput

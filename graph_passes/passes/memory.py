@@ -24,14 +24,14 @@ class Allocation(NamedTuple):
     num_bytes: int
     first: int
     last: int
-    in_place: bool  # it overwrites a tensor whose life ended in step `first`
+    in_place: bool  # whether the tensor overwrites a tensor whose life ended in step `first`
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
     """Offsets of all tensors of a graph except its variables and outputs, which outlive the step and have other memory.
 
-    The steps of its allocations are the indices of the nodes in the graph's order, variables included.
+    The steps of the allocations are indices of nodes in the graph's order, variables included.
     """
 
     graph: Graph
@@ -45,7 +45,8 @@ class MemoryPlan:
         counted once."""
         change = [0] * (len(self.graph) + 1)
         for allocation in self.allocations.values():
-            # A tensor that overwrites another one shares a node with it, which is counted for the earlier one.
+            # A tensor that overwrites another tensor shares a node with that tensor. This node is counted for the
+            # earlier tensor.
             change[allocation.first + allocation.in_place] += aligned(allocation.num_bytes)
             change[allocation.last + 1] -= aligned(allocation.num_bytes)
         live, total = [], 0
@@ -56,7 +57,9 @@ class MemoryPlan:
 
     @property
     def lower_bound(self) -> int:
-        """Bytes that any plan with this order and these overwrites needs: the most that is alive at any node."""
+        """Bytes that any plan with this order and these overwrites needs: the maximum over the nodes of the bytes that
+        are alive.
+        """
         return max(self.live_bytes, default=0)
 
     @property
@@ -65,7 +68,7 @@ class MemoryPlan:
         return sum(aligned(allocation.num_bytes) for allocation in self.allocations.values())
 
     def table(self) -> str:
-        """A few lines for people: totals, the node where the peak is, and the largest tensors there."""
+        """A few lines of text: totals, the node at the peak, and the largest tensors at this node."""
         number = self.live_bytes.index(self.lower_bound)
         node = list(self.graph)[number]
         at_peak = {ref: a for ref, a in self.allocations.items() if a.first <= number <= a.last}
@@ -91,11 +94,12 @@ def memory(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> MemoryPlan:
         before    y = relu(x) reads x last, dy = f(y):     x at 0, y at 4096, dy at 8192: 12,288 bytes
         after     y overwrites x, dy comes after it:       x at 0, y at 0,    dy at 4096:  8,192 bytes
 
-    `shapes`: of the input variables; `tensor_dtypes` gives the bytes per element. A tensor lives from the node that
-    writes it to its last reader. Offsets are multiples of 256 bytes. Scratch memory of kernels is not a tensor of the
-    graph and not planned here.
+    `shapes`: the shapes of the input variables; `tensor_dtypes` gives the bytes per element. A tensor lives from the
+    node that writes it to its last reader. Offsets are multiples of 256 bytes. Scratch memory of kernels is not a
+    tensor of the graph and not planned here.
 
-    ResNet-50, fused, fp16, 224 px, batch 256: 10,043 MiB, the lower bound; all tensors side by side are 24,870 MiB.
+    ResNet-50, fused, fp16, 224 px, batch 256: 10,043 MiB, which is the lower bound. Without reuse all tensors take
+    24,870 MiB.
     """
     sizes, dtypes = graph.infer_shapes(shapes), tensor_dtypes(graph)
     num_bytes = {ref: math.prod(shape) * ITEM_BYTES[dtypes[ref]] for ref, shape in sizes.items()}
@@ -115,7 +119,8 @@ def memory(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> MemoryPlan:
 @dataclass(frozen=True)
 class Step(Generic[Tensor]):
     """The tensors in the arena that one node, or one launch, reads and writes. `in_place`: for each output that may
-    overwrite an input, those inputs, the preferred one first."""
+    overwrite an input, the list of these inputs, the preferred input first.
+    """
 
     reads: Iterable[Tensor]
     writes: Iterable[Tensor]
@@ -127,10 +132,10 @@ def plan_arena(
 ) -> tuple[dict[Tensor, Allocation], int]:
     """An offset for every tensor that the steps, run one after the other, read or write; and the bytes of the arena.
 
-    A tensor lives from the step that writes it first to its last reader. It overwrites a tensor whose life ends when
-    its own begins, if the step allows it and both have the same size. The largest is placed first, each at the lowest
-    offset that is free during its lifetime (greedy by size: Pisarchyk and Lee, arXiv:2001.03288). This is repeated in
-    the order of size * lifetime, and the smaller arena wins.
+    A tensor lives from the step that writes it first to its last reader. It overwrites a tensor whose life ends in the
+    step in which its own life begins, if the step allows this and both have equal sizes. Tensors are placed in order of
+    size, the largest first, each at the lowest offset that is free during its lifetime (greedy by size: Pisarchyk and
+    Lee, arXiv:2001.03288). The placement is repeated in the order of size * lifetime, and the smaller arena wins.
     """
     first: dict[Tensor, int] = {}
     last: dict[Tensor, int] = {}
@@ -139,11 +144,12 @@ def plan_arena(
             first.setdefault(tensor, number)
             last[tensor] = number
 
-    chains: dict[Tensor, list[Tensor]] = {}  # last tensor in a place -> all tensors that are in it, one after the other
+    # last tensor in a place -> all tensors that occupy the place, one after the other
+    chains: dict[Tensor, list[Tensor]] = {}
     for number, step in enumerate(steps):
         for tensor in step.writes:
             if first[tensor] < number:
-                continue  # written before, for example to be added to
+                continue  # an earlier step has written this tensor, for example a sum that grows
             dying = [old for old in step.in_place.get(tensor, ()) if last.get(old) == number and old in chains]
             same_size = [old for old in dying if num_bytes[old] == num_bytes[tensor]]
             chains[tensor] = [*(chains.pop(same_size[0]) if same_size else []), tensor]
@@ -187,8 +193,9 @@ def _offsets(places: Sequence[_Place], importance: Sequence[int]) -> tuple[list[
 
 
 def _in_place(node: Node) -> dict[Ref, list[Ref]]:
-    """The overwrites that the operator allows, for one node. A tensor that is read as two inputs is not overwritten:
-    elements of one input may be needed after they are overwritten."""
+    """The overwrites that the operator of a node allows. A tensor that is read as two inputs is not overwritten:
+    elements of one input may be needed after they are overwritten.
+    """
     if node.op not in OPERATORS:
         return {}
     operator = OPERATORS[node.op]

@@ -9,7 +9,7 @@ from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import LOSSES, OPERATORS
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "uint32": 4, "uint8": 1, "int8": 1, "float8": 1}
-DTYPES = ("float16", "bfloat16", "float32")  # of a network
+DTYPES = ("float16", "bfloat16", "float32")  # types of a network
 LOSS_SCALE = "loss_scale"
 
 # Inputs and outputs that keep their dtype in every precision, by their names in the operator table.
@@ -24,25 +24,25 @@ _FIXED = {
 
 
 def precision(graph: Graph, dtype: str) -> Graph:
-    """Make tensors, convolution and classifier weights, and their gradients 16-bit. The only pass that changes results
-    in training.
+    """Make tensors, convolution and classifier weights, and their gradients 16-bit. This is the only pass that changes
+    results in training.
 
         before    data, weight -> Convolution -> BatchNormReluTrain -> ... -> SoftmaxCrossEntropy(data, label)
         after     the same nodes, each marked dtype=float16; in fp16 also SoftmaxCrossEntropy(data, label, loss_scale)
 
-    `dtype` is "float16", "bfloat16", or "float32", which changes nothing (TF32 is an option of the executor). Run it
-    after `gradient`; `tensor_dtypes` returns the dtype of each tensor.
+    `dtype` is "float16", "bfloat16", or "float32", which changes nothing (TF32 is an option of the executor). Run this
+    pass after `gradient`; `tensor_dtypes` returns the dtype of each tensor.
 
     - fp32 throughout: BatchNorm's statistics, gamma, beta, biases, the gradients of these, and everything from the
       logits to the loss. Every sum is taken in fp32.
-    - The classifier: its product is 16-bit; softmax reads the logits as fp32 and adds the bias to them there. MXNet's
-      AMP has the same lists (FullyConnected 16-bit, SoftmaxOutput fp32), and NVIDIA's MXNet ResNet casts to fp32 here:
-      fp16 rounds a logit of 16 by at most 2^-7, which does no harm, but exp and its sum need fp32's range.
-    - The 16-bit weights are copies. The optimizer keeps fp32 masters, since a step below half a unit in the last place
-      of a 16-bit weight would be lost (Micikevicius et al., arXiv:1710.03740, section 3.1).
-    - fp16 only: the gradient at the logits, and so every other, is multiplied by the new input `loss_scale` (1,), as
-      gradients of activations fall below fp16's smallest number, 2^-24 (same paper, section 3.2). The optimizer divides
-      by it. bf16 has fp32's range and needs none.
+    - The classifier: its product is 16-bit; softmax reads the logits as fp32 and adds the bias in fp32. MXNet's AMP has
+      the same lists (FullyConnected 16-bit, SoftmaxOutput fp32), and NVIDIA's MXNet ResNet casts to fp32 here: fp16
+      rounds a logit of 16 by at most 2^-7, which is harmless, but exp and the sum of exps need fp32's range.
+    - The 16-bit weights are copies. The optimizer keeps fp32 masters, because a step below half a unit in the last
+      place of a 16-bit weight would be lost (Micikevicius et al., arXiv:1710.03740, section 3.1).
+    - fp16 only: the gradient at the logits, and so every other gradient, is multiplied by the new input `loss_scale`
+      (1,), because gradients of activations fall below fp16's smallest number, 2^-24 (same paper, section 3.2). The
+      optimizer divides by the loss scale. bf16 has fp32's range and needs no loss scale.
 
     Raises GraphError for another dtype.
     """

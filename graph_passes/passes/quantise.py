@@ -22,7 +22,7 @@ _LARGEST_BIAS = 2.0**30
 class Kept(NamedTuple):
     """The parts that stay in floats although they have an INT8 form."""
 
-    first: bool = False  # the convolution that reads the images
+    first: bool = False  # whether the convolution that reads the images is kept
     classifier: bool = True
 
 
@@ -37,14 +37,15 @@ def quantise(graph: Graph, scales: Scales, kept: Kept = CLASSIFIER_KEPT) -> Grap
 
     Likewise with ReLU alone or neither; pooling between such convolutions and after the last; and the classifier, if it
     is not kept. An operator without an INT8 form stays in floats (`in_floats` lists these), with Quantise and
-    Dequantise between it and the others. If only operators in floats read a tensor, its producer writes it in floats.
+    Dequantise between this operator and operators in INT8. If only operators in floats read a tensor, the tensor's
+    producer writes floats.
 
-    Run it after `conv_epilogue`. The graph needs other values of its parameters: `quantise_params`.
+    Run this pass after `conv_epilogue`. The new graph needs other parameter values: `quantise_params`.
 
     Args:
-        graph: of inference, in the order of `pipeline.quantised_passes`.
-        scales: of the tensors that become int8: limit / 127, where the limit is the largest absolute value that is not
-            clipped (`graph_passes/calibration.py`).
+        graph: an inference graph, from the preceding passes of `pipeline.quantised_passes`.
+        scales: the scales of the tensors that become int8: limit / 127, where the limit is the largest absolute value
+            that is not clipped (`graph_passes/calibration.py`).
         kept: the parts that stay in floats.
 
     Raises:
@@ -64,7 +65,8 @@ def quantise_params(graph: Graph, params: Arrays, scales: Scales,
         multiplier[k]   = data_scale * weight_scale[k] / scale        fp32
         bias'[k]        = bias[k] / (data_scale * weight_scale[k]), to the nearest integer, int32
 
-    A channel whose weights are so small that its bias would overflow int32 gets a larger scale. Computed in float64.
+    A channel whose weights are so small that its bias would overflow int32 gets a larger scale. All values are computed
+    in float64.
     """
     values = dict(params)
     result = quantise(graph, scales, kept)
@@ -143,7 +145,7 @@ class _Quantiser:
         return Graph(self._nodes.values(), outputs, self._graph.attrs)
 
     def _has_form(self, node: Node) -> bool:
-        if node.op == "Pooling":  # those that compute in INT8 if their data is int8
+        if node.op == "Pooling":  # operators that compute in INT8 if their data is int8
             return node["pool_type"] in ("max", "avg", "sum") and node.inputs[0].node in self._chosen
         if node.op == "FullyConnected":
             return node["no_bias"] and self._has_own_weight(node)

@@ -1,4 +1,4 @@
-"""Inference: nothing is dropped."""
+"""Inference: remove Dropout."""
 
 from __future__ import annotations
 

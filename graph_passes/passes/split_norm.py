@@ -19,8 +19,8 @@ def split_norm(graph: Graph) -> Graph:
         after     dy, x, gamma, saved, beta -> BatchNormReluBackwardReduce `b_sums` -> dgamma, dbeta
                   dy, x, gamma, saved, beta, dgamma, dbeta -> BatchNormReluBackwardApply `b` -> dx
 
-    If the reduction keeps `masked_grad`, the second half starts from it: BatchNormBackwardApply. With stochastic depth
-    both halves read the factors. Two BatchNorms of one tensor share its sums.
+    If the reduction keeps `masked_grad`, the second half reads `masked_grad`: BatchNormBackwardApply. With stochastic
+    depth both halves read the factors. Two BatchNorms of one tensor share its sums.
     """
     nodes: list[Node] = []
     moved: dict[Ref, Ref] = {}

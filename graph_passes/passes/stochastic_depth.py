@@ -17,9 +17,10 @@ def stochastic_depth(graph: Graph, rate: float, mode: Literal["image", "block"] 
         after     x -> BatchNorm `bn` -> Dropout(p, axes=(1, 2, 3)) `bn_drop` -> elemwise_add (with shortcut)
 
     The rates rise linearly from 0 at the first block to `rate` at the last, as in timm: branch i of n has rate * i / (n
-    - 1). A rate of 0 leaves no node. `mode` "image": each image is dropped or not; "block": all of a batch at once.
-    Branches that are kept are divided by 1 - p, as in timm and torchvision. A frozen branch (`freeze`) computes the
-    same in training as in inference: it is counted but not dropped. The network must not be fused yet.
+    - 1). A rate of 0 leaves no node. `mode` "image": each image is dropped or not; "block": all images of a batch are
+      dropped together.
+    Kept branches are divided by 1 - p, as in timm and torchvision. A frozen branch (`freeze`) computes the same output
+    in training and in inference: it counts as a branch but is never dropped. The network must not be fused yet.
 
     Raises GraphError unless 0 <= rate < 1, or if there is no branch to drop.
     """

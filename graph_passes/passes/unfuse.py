@@ -16,8 +16,8 @@ def unfuse(graph: Graph) -> Graph:
         before    x, ..., shortcut -> BatchNormAddRelu `r`
         after     x, ... -> BatchNorm `r_bn` -> elemwise_add `r_add` (with shortcut) -> Activation(relu) `r`
 
-    SELU becomes ELU times a number: MXNet 1.9.1 computes its gradient below 0 by a wrong formula (at -1 it is 9 % too
-    small, at -3 30 times).
+    SELU becomes ELU times a number: MXNet 1.9.1 computes SELU's gradient below 0 by a wrong formula (at -1 the gradient
+    is 9 % too small, at -3 it is 30 times too small).
     """
 
     def expand(node: Node) -> Sequence[Node] | None:

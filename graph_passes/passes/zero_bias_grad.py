@@ -1,4 +1,4 @@
-"""The gradient of a bias in front of a BatchNorm is 0, since BatchNorm subtracts the mean."""
+"""The gradient of a bias in front of a BatchNorm is 0, because BatchNorm subtracts the mean."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _BACKWARD = ("BatchNormBackward", "BatchNormReluBackward", "BatchNormAddReluBack
 
 
 def zero_bias_grad(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> Graph:
-    """Replace the sum of a gradient that is known to be 0. `shapes`: of the inputs.
+    """Replace the sum of a gradient that is known to be 0. `shapes`: the shapes of the inputs.
 
         before    dy -> BatchNormBackward -> BiasGrad `b`
         after     Zeros `b`
 
-    Without this pass, rounding leaves some noise in place of the 0.
+    Without this pass, the gradient would be rounding noise instead of 0.
     """
     if not any(node.op == "BiasGrad" for node in graph):
         return graph

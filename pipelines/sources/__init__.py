@@ -53,7 +53,7 @@ __all__ = [
 class Reading(NamedTuple):
     """Options for reading files whose format leaves something open."""
 
-    num_classes: int | None = None  # if given
+    num_classes: int | None = None  # number of classes, if given
     first_label: FirstLabel = AUTO  # see TFRecordSource
     train: Sequence[Path] = ()  # the training files, if another split is opened
     labels: Labels = AUTO  # see Cifar100Source
@@ -98,7 +98,7 @@ class Location(NamedTuple):
     """The place and format of one split."""
 
     format: str  # a key of FORMATS
-    files: list[Path]  # or the one folder
+    files: list[Path]  # the files, or a single folder
 
     @property
     def path(self) -> Path:
@@ -133,7 +133,7 @@ def open_source(
         source.classes = in_words(source.classes)
         folder = found.files[0] if found.files[0].is_dir() else found.files[0].parent
         source.remarks = [*source.remarks, *unread_list(folder), *misnumbered(folder) * (found.format != "folders")]
-        if split == "train":  # only once for both splits
+        if split == "train":  # printed only once for both splits
             source.remarks = [*source.remarks, *beside(found, data)]
         return part(source, split, val_split, val_group_by) if val_split else source
     except OSError as error:
@@ -148,7 +148,7 @@ def locate(data: str | Path, split: str) -> Location:
         raise DataError(f"data path {data!r} is not a place with image files; give a file or a folder")
     path = expanded(data)
     if found := _find(path, split):
-        if path not in found.files:  # not if the user named a single shard
+        if path not in found.files:  # no remark if the user named a single shard
             check_complete(found.files)
             if found.format == "folders":
                 folders.check_is_split(path)
@@ -164,7 +164,7 @@ def locate(data: str | Path, split: str) -> Location:
         )
     if path.is_dir():
         folders.check_is_split(path)
-        folders.folder_classes(path, split)  # raises the more precise error
+        folders.folder_classes(path, split)  # folder_classes raises a more precise error
     known = ", ".join(entry.looks_like for entry in FORMATS.values())
     problem = "is in none of the known formats" if path.exists() else "does not exist"
     raise DataError(
@@ -207,8 +207,9 @@ def _places(location: Location) -> list[Path]:
 
 
 def beside(found: Location, data: str | Path) -> list[str]:
-    """Remarks about the splits of a data folder: which folders they are, if not `train` and `val`; and the shards,
-    records, lists and image folders that belong to neither split."""
+    """Remarks about the splits of a data folder: the names of their folders, if these are not `train` and `val`; and
+    the shards, records, lists and image folders that belong to neither split.
+    """
     path = expanded(data)
     splits = {split: where for split in _OTHER if (where := _find(path, split))}
     read = {file for where in splits.values() for file in where.files}
@@ -240,7 +241,7 @@ def _is_data(path: Path, format: str) -> bool:
 
 
 def _is_data_file(name: str) -> bool:
-    """Whether a file is named like data; also a shard that is compressed, a copy, or an unfinished download."""
+    """Whether a file is named like data. This includes shards that are compressed, copies, or unfinished downloads."""
     path = shard = Path(name)
     while shard.suffix.lower() in _WRAPPINGS:
         shard = shard.with_suffix("")

@@ -55,7 +55,7 @@ class Source(ABC):
     def identity(self, i: int, fully: bool = False) -> str:
         """A name for image `i` that is unique in its class and stays equal when the data are moved or extended.
 
-        `fully` asks for a longer name, for the case that another image has an equal short one.
+        `fully` asks for a longer name, for the case that another image has an equal short name.
         """
         return os.path.basename(self.name(i))
 
@@ -148,7 +148,7 @@ class Chosen(Source):
 
 
 def labels_of(source: Source) -> Iterator[int]:
-    """Yield each class number that occurs, once, when its first image is met. Raises DataError."""
+    """Yield each class number that occurs once, when the first image of the class is read. Raises DataError."""
     met: set[int] = set()
     for i in range(len(source)):
         with contextlib.suppress(BrokenRecordError):  # reported when the image is loaded
@@ -158,7 +158,7 @@ def labels_of(source: Source) -> Iterator[int]:
 
 
 def place_of(files: Sequence[Path]) -> Path:
-    """The file, or the folder of several files."""
+    """The only file, or the folder of several files."""
     return files[0] if len(files) == 1 else files[0].parent
 
 
@@ -190,14 +190,14 @@ def read_classes(folder: Path) -> Classes:
 
 
 def _lists_of(folder: Path) -> list[Path]:
-    """The possible places of classes.txt. A list further up may belong to other data."""
+    """The possible places of classes.txt. A list in a folder further up may belong to other data."""
     return [place / "classes.txt" for place in (folder, *_above_split(folder))]
 
 
 def _above_split(folder: Path) -> list[Path]:
     """The folders above a split's folder that belong to the data set; [] if `folder` is not a split's folder.
 
-    This is the folder around it, and for train/train also the next one. A folder that holds splits is not a split
+    This is the parent folder, and for train/train also the parent's parent. A folder that holds splits is not a split
     itself, whatever its name: ~/dev with train/ and val/.
     """
     if split_of(folder.name) not in SPLITS or len(by_split(_names_in(folder))) > 1:
@@ -249,7 +249,8 @@ def class_list(path: Path, separator: str | None) -> Classes:
 def misnumbered(folder: Path) -> list[str]:
     """A remark about a classes.txt whose lines begin with numbers in another order, for labels that are numbers.
 
-    Not for numbers sorted as text, as `make-records` writes them for folders 0, 1, 10, 2: these are names.
+    No remark is made for numbers sorted as text, which `make-records` writes for folders 0, 1, 10, 2: these numbers are
+    names.
     """
     classes = read_classes(folder)
     keys = [key for key, _ in classes]

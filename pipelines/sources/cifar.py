@@ -1,7 +1,8 @@
 """The original CIFAR-10 files as a source: data_batch_1 to 5 and test_batch, as Python pickles or as .bin files.
 
 Format: https://www.cs.toronto.edu/~kriz/cifar.html. The files hold bare pixels. The decoder gets each image as a PPM
-file, a short header followed by the unchanged pixels; so no information is lost, and the other steps are as for JPEGs.
+file, a short header followed by the unchanged pixels; so no information is lost, and all further steps are those for
+JPEGs.
 
 Other data in this layout have a batches.meta with their own classes, and any number of batches. cifar100.py reads
 CIFAR-100's files with functions from here.
@@ -27,7 +28,7 @@ from pipelines.sources.pickles import text_of
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 NUM_BATCHES = 5  # files of CIFAR-10's training images
-BATCH_IMAGES = 10_000  # in each of CIFAR-10's files
+BATCH_IMAGES = 10_000  # images in each of CIFAR-10's files
 PIXELS = 32  # height and width
 IMAGE_BYTES = 3 * PIXELS * PIXELS
 WAY_OUT = "unpack the archive again"
@@ -117,7 +118,9 @@ class CifarSource(PixelSource):
 
 
 def chosen_classes(folder: Path, names: Sequence[str], way_out: str = "") -> Classes:
-    """The classes of classes.txt in the folder, or else `names`. Their numbers must be equal, else raises DataError."""
+    """The classes of classes.txt in the folder, or else `names`. Raises DataError unless both have the same number of
+    classes.
+    """
     listed = read_classes(folder)
     if listed and len(listed) != len(names):
         raise DataError(f"{folder}: classes.txt lists {len(listed)} classes, and the data have {len(names)}"
@@ -163,7 +166,7 @@ def images_and_labels(file: Path, batch: Mapping[str, Any], key: str, what: str)
 
 
 def _read_bin(file: Path) -> tuple[np.ndarray, np.ndarray, str]:
-    """Read images (N, 3072) and labels (N,); the third value, a batch_label, is "" as .bin files have none."""
+    """Read images (N, 3072) and labels (N,); the third value, the batch_label, is "", because .bin files have none."""
     content = np.frombuffer(read_file(file), np.uint8)
     if not len(content) or len(content) % _ROW:
         of_cifar100 = len(content) and not len(content) % (1 + _ROW)
@@ -211,10 +214,10 @@ def _copies(files: Sequence[Path], images: Sequence[np.ndarray]) -> list[str]:
 
 
 def cut_off(files: Sequence[Path], labels: Sequence[np.ndarray], published: Mapping[Path, int], row: int) -> list[str]:
-    """A remark about .bin files that may have been cut off at the end of an image, since the format does not show it.
+    """A remark about .bin files that may have been cut off at the end of an image, which the format does not show.
 
-    They have fewer images than published, while another file of the data set has the published number; or, in other
-    data, fewer than a later batch.
+    A file is suspect if it has fewer images than published, while another file of the data set has the published
+    number. In other data, a file is suspect if it has fewer images than a later batch.
 
     Args:
         published: the number of images in each file of the published data set.
@@ -231,7 +234,7 @@ def cut_off(files: Sequence[Path], labels: Sequence[np.ndarray], published: Mapp
 
 
 def _contradictions(meta: Mapping[str, Any], files: Sequence[Path], labels: Sequence[np.ndarray]) -> list[str]:
-    """A remark for each number in batches.meta that the batch files contradict. The files are read all the same."""
+    """A remark for each number in batches.meta that the batch files contradict. The files are still read."""
     path, remarks = files[0].with_name("batches.meta"), []
     if (size := meta.get("num_vis", IMAGE_BYTES)) != IMAGE_BYTES:
         remarks.append(f"{path}: says that an image has {size:,} values (num_vis), but the images of the batches have "

@@ -60,7 +60,8 @@ def find(path: Path, split: str) -> list[Path]:
     """Find `train` or `test`, perhaps with .bin, in PATH or in the folder of CIFAR-100's archives.
 
     Other data may have files of these names, too. So the folder's name, the lists of classes or the file itself must
-    show that the files are CIFAR-100's."""
+    show that the files belong to CIFAR-100.
+    """
     for archive, ending in _ARCHIVES:
         for folder in (path, path / archive):
             file = folder / f"{_FILES[split]}{ending}"

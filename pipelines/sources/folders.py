@@ -42,9 +42,9 @@ NO_ENDING = "without an ending"
 # The first bytes of the formats that we read: JPEG, PNG, WebP, TIFF, BMP (with its reserved bytes), PBM to PPM.
 _BEGINNING = re.compile(
     rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF....WEBP|II\*\0|MM\0\*|BM.{4}\0{4}|P[1-6]\s+(?:#|\d+\s+\d)", re.DOTALL)
-_MOST_PLACES, _MOST_NAMES = 100, 1000  # limits of a quick look: folders, and names in each
+_MOST_PLACES, _MOST_NAMES = 100, 1000  # limits of a quick look: number of folders, and number of names in each folder
 _DEEPEST = 3  # folders below a class folder that are compared with the folders of other classes
-_MOST_FOLDERS = 10_000  # if a list's files are in more folders, we do not search them for unlisted images
+_MOST_FOLDERS = 10_000  # if a list's files are in more folders, these folders are not searched for unlisted images
 
 
 def find_list(path: Path, split: str) -> list[Path]:
@@ -54,8 +54,9 @@ def find_list(path: Path, split: str) -> list[Path]:
 
 
 def find_folders(path: Path, split: str) -> list[Path]:
-    """Find the folder of a split with a folder for each class; or PATH itself with class folders, which then serves all
-    splits."""
+    """Find the folder of a split with a folder for each class; or PATH itself if it has class folders; PATH then serves
+    all splits.
+    """
     if not path.is_dir():
         return []
     if splits := _splits(path).folders:
@@ -64,8 +65,8 @@ def find_folders(path: Path, split: str) -> list[Path]:
 
 
 class _Splits(NamedTuple):
-    folders: dict[str, Path]  # by split; {} if the folders of the data path are classes
-    doubt: str = ""  # if they may be either, a sentence about it
+    folders: dict[str, Path]  # split -> folder; {} if the folders of the data path are classes
+    doubt: str = ""  # if the folders may be splits or classes, a sentence about this
 
 
 def _splits(path: Path) -> _Splits:
@@ -106,14 +107,16 @@ def _splits(path: Path) -> _Splits:
 
 
 def innermost(folder: Path) -> Path:
-    """A split's folder; or, where an archive put that folder into another one of the same name, the inner folder."""
+    """A split's folder; or, if an archive has put that folder into a folder with the same name, the inner folder."""
     inside = class_folders(folder)
     is_twice = len(inside) == 1 and split_of(folder.name) and split_of(inside[0]) == split_of(folder.name)
     return folder / inside[0] if is_twice else folder
 
 
 def _training_folder(val: Path) -> Path | None:
-    """The training images beside a folder of validation images, if it has the name of one."""
+    """The folder of training images beside a folder that is named like a folder of validation images; None if there is
+    none.
+    """
     if split_of(val.name) != "val":
         return None
     return _splits(data_folder(val)).folders.get("train")
@@ -163,7 +166,7 @@ class FileSource(Source):
 
     def feed(self, i: int) -> np.ndarray:
         path = os.fsencode(self._files[i])
-        check_is_file(path)  # DALI's threads would wait for ever on a named pipe
+        check_is_file(path)  # checked because DALI's threads would wait forever on a named pipe
         return np.frombuffer(path, np.uint8)
 
     def read(self, i: int) -> np.ndarray:
@@ -188,10 +191,10 @@ def class_folders(folder: Path) -> list[str]:
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether an entry is a folder or leads to one; asks the file system about links only."""
+    """Whether an entry is a folder, or a link to a folder. Only links cost a call of the file system."""
     try:
         return entry.is_dir()
-    except OSError:  # a link to itself
+    except OSError:  # for example a link to itself
         return False
 
 
@@ -299,7 +302,7 @@ def _is_image(name: str, path: str = "") -> bool:
 
 
 def _no_image(path: str) -> str:
-    """Why a file without an image's suffix is left out, as a key of LeftOut.
+    """The reason why a file without an image's suffix is left out, as a key of LeftOut.
 
     Returns "" for a file with an image's content, and for a hidden file that is not an image.
     """
@@ -324,7 +327,7 @@ def _begins_as_image(path: str) -> bool:
 
 
 def holds_images(folder: Path) -> bool:
-    """Whether `image_files` would find an image; stops at the first."""
+    """Whether `image_files` would find an image; stops at the first image."""
     folders = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -379,7 +382,8 @@ def folder_classes(path: Path, split: str) -> Classes:
     place = (_training_folder(path) if split == "val" else None) or path
     if not (names := class_folders(place)):  # the training images are stored in another format
         place, names = path, folders
-    first = {nfc(name): name for name in reversed(names) if holds_images(place / name)}  # one of equal names
+    # among names that are equal in NFC, one is used
+    first = {nfc(name): name for name in reversed(names) if holds_images(place / name)}
     return [(name, name) for name in names if first.get(nfc(name)) == name]
 
 
@@ -406,7 +410,7 @@ def _check_are_classes(path: Path, folders: Sequence[str]) -> None:
 def find_images(path: Path, split: str) -> tuple[Classes, dict[str, list[Path]], list[str]]:
     """Find the classes, the image files by folder, and remarks about left-out data, in a folder of class folders.
 
-    A folder in the result may belong to no class. Raises DataError if there is no image.
+    A folder in the result may belong to no class of the list of classes. Raises DataError if there is no image.
     """
     classes = folder_classes(path, split)
     left_out = LeftOut()
@@ -446,10 +450,11 @@ def find_images(path: Path, split: str) -> tuple[Classes, dict[str, list[Path]],
 
 
 def _same_folders_inside(path: Path, files: Mapping[str, Sequence[Path]]) -> list[str]:
-    """The names of folders that lie in several class folders and hold most of the images, if they are two or more, and
-    all class folders have images in folders.
+    """The names of folders that lie in several class folders and hold most of the images, if there are at least two of
+    these names, and all class folders have images in folders.
 
-    They may be the classes, and the class folders splits, folds or sites: trn/cat, trn/dog, vld/cat, vld/dog.
+    These folders may be the classes, and the class folders may be splits, folds or sites: trn/cat, trn/dog, vld/cat,
+    vld/dog.
     """
     # An image of a deeper folder comes after the class folder's own images, so a look at the last one is enough.
     folders = {name: images for name, images in files.items() if images}
@@ -472,7 +477,7 @@ def _same_folders_inside(path: Path, files: Mapping[str, Sequence[Path]]) -> lis
 
 
 def _linked_twice(path: Path) -> list[str]:
-    """The class folders that lead, by a link, to another one or into it, as "one = other"."""
+    """The class folders that are links to another class folder or to a folder in it, as "one = other"."""
     places = class_places(path)
     first: dict[Path, str] = {}
     for name in sorted(places, key=lambda name: (path / name).is_symlink()):
@@ -505,7 +510,7 @@ def open_folders(path: Path, split: str) -> FileSource:
 
 
 def some(names: list[str]) -> str:
-    """The first names and the number of the others, for a sentence."""
+    """The first names, and the number of further names, for a sentence."""
     return ", ".join(names if len(names) <= 4 else [*names[:3], f"and {len(names) - 3:,} more"])
 
 
@@ -526,10 +531,10 @@ def list_entry(line: str) -> tuple[int, str]:
 
 
 def open_list(path: Path, train: Sequence[Path] = ()) -> FileSource:
-    """Open a list. `train`: the list of the training images, if this one is of another split.
+    """Open a list. `train`: the list of the training images, if `path` belongs to another split.
 
-    Without a classes.txt, and unless the files of both lie in class folders of the same names, a label means the same
-    class in both.
+    Without a classes.txt, a label means the same class in both lists, unless the files of both lists lie in class
+    folders of equal names.
     """
     files, labels = _read_list(path)
     classes, of_training = read_classes(path.parent), _read_list(train[0]) if train else (files, labels)
@@ -551,9 +556,9 @@ def _classes_in_list(files: Sequence[Path], labels: Sequence[int], train_files: 
     images."""
     names, of_training = _folder_names(files, labels), _folder_names(train_files, train_labels)
     highest = max(labels)
-    if not set(names.values()) & set(of_training.values()):  # the numbers decide
+    if not set(names.values()) & set(of_training.values()):  # no name is common, so the numbers decide
         num_trained = 1 + max(train_labels)
-        beyond = "label " * bool(of_training)  # since a training folder may be called by the bare number
+        beyond = "label " * bool(of_training)  # needed because a training folder may be named by the bare number
         names = {label: f"{beyond}{label}" for label in range(num_trained, 1 + highest)} | of_training
         highest = max(highest, num_trained - 1)
     return [(name, name) for name in (names.get(label, str(label)) for label in range(1 + highest))]
@@ -602,7 +607,7 @@ def list_remarks(path: Path, files: Sequence[str | Path], labels: Sequence[int |
 
 
 def _unlisted(path: Path, listed: Set[str]) -> int:
-    """The number of images in the folders of a list's files that neither it nor another list beside it names."""
+    """The number of images in the folders of a list's files that neither this list nor another list beside it names."""
     folders = {os.path.dirname(file) for file in listed}
     if len(folders) > _MOST_FOLDERS:
         return 0
@@ -620,9 +625,9 @@ def _unlisted(path: Path, listed: Set[str]) -> int:
 def _folder_names(files: Sequence[Path], labels: Sequence[int]) -> dict[int, str]:
     """Names for the labels of a list: the folders of their files; {} if the folders are ambiguous.
 
-    Folders name classes only if all files of a label are in folders of one name, and no other label's files are: the
-    last folder of each path (CLASS/FILE), or the first one below the folder that all share (CLASS/images/FILE). A list
-    whose folders are sessions or cameras has none.
+    Folders name classes only if all files of a label are in folders of one name, and no files of another label are. The
+    folder is the last folder of each path (CLASS/FILE), or the first folder below the folder that all files share
+    (CLASS/images/FILE). A list whose folders are sessions or cameras gets no names.
     """
     folders = {(label, os.path.dirname(file)) for label, file in zip(labels, files, strict=True)}
     places = [(label, os.path.abspath(folder)) for label, folder in folders]

@@ -1,7 +1,7 @@
 """Reads pickles of NumPy arrays in plain containers, without running any code that a pickle asks for.
 
-A pickle can call any function that its reader lets it find. NumPy's own functions are blocked, too: they do not check
-the state in a pickle, and a damaged state crashes the process (NumPy 1.26: `dtype.__setstate__` with six values).
+A pickle can call any function to which its reader gives it access. NumPy's own functions are blocked, too: they do not
+check the state in a pickle, and a damaged state crashes the process (NumPy 1.26: `dtype.__setstate__` with six values).
 Instead, classes of this module keep the bytes, and NumPy reads these with a checked type and shape. All sizes in a
 pickle are checked first, so that a damaged number cannot allocate a huge amount of memory.
 """
@@ -31,7 +31,8 @@ def load(content: bytes) -> Any:
 
 def _check_sizes(content: bytes) -> None:
     """Raise ValueError (from `genops`) for a length beyond the content's end, and UnpicklingError for an impossible
-    memo index: the unpickler would allocate memory for all lower indexes."""
+    memo index, because the unpickler would allocate memory for all lower indices.
+    """
     for code, argument, _ in pickletools.genops(content):
         if code.name.endswith("PUT") and isinstance(argument, int) and argument > len(content):
             raise pickle.UnpicklingError(f"it has an impossible number, {argument:,}")
@@ -47,7 +48,7 @@ def text_of(value: object) -> str:
 
 
 class _Dtype:
-    """Stands in for numpy.dtype: whole numbers and floats."""
+    """Stands in for numpy.dtype: integers and floats."""
 
     def __init__(self, code: object, *_: object) -> None:
         if not re.fullmatch("[<>|=]?[iuf][1248]", name := text_of(code)):

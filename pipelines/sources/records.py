@@ -15,7 +15,8 @@ from pipelines.sources.base import ONE_HOT_REMARK, Source, check_label, one_hot_
 
 _NUM_KEPT_RECORDS = 1 << 17
 _SMALL_FILE = 1 << 28  # bytes; a smaller file is fetched from the disk as a whole
-_NUM_SPOT_CHECKS = 1024  # records whose offset and label are checked when a file is opened; others when read
+# number of records whose offset and label are checked when a file is opened; all others are checked when they are read
+_NUM_SPOT_CHECKS = 1024
 
 
 def find(path: Path, split: str) -> list[Path]:
@@ -51,7 +52,7 @@ class RecordSource(Source):
         self._name = record_names(path, self._keys, self._offsets)
         self._file = RecordFile(path)
         # The cache parses a record's header once for image and label, and the headers of a small data set once for all
-        # epochs: parsing takes as long as decoding a thumbnail. It keeps views, 0.2 kB each.
+        # epochs: parsing takes as long as decoding a thumbnail. The cache keeps views of 0.2 kB each.
         self._record = lru_cache(_NUM_KEPT_RECORDS)(self._parse)
         self._is_small = len(self._file.bytes) <= _SMALL_FILE
         if self._is_small:
@@ -63,7 +64,8 @@ class RecordSource(Source):
         self._spot_check()
         self.remarks = [*[ONE_HOT_REMARK.format(path)] * (self._num_labels > 1), *self._left_out()]
         if not self.classes:
-            # No list of classes: take `num_classes`, or as many as the labels need (reads every record's header).
+            # Without a list of classes, the number of classes is `num_classes`, or follows from the labels, which needs
+            # the header of every record.
             count = max(num_classes or 1 + max(self._labels()), self._num_labels)
             self.classes = [(str(label), str(label)) for label in range(count)]
 
@@ -133,7 +135,7 @@ class RecordSource(Source):
         return np.unique(np.linspace(0, len(self) - 1, _NUM_SPOT_CHECKS, dtype=np.int64)).tolist()
 
     def _spot_check(self) -> None:
-        """Detect a wrong index when the file is opened, without reading a whole big file."""
+        """Detect a wrong index when the file is opened, without reading the whole file if it is big."""
         for i in self._spots():
             try:
                 self._class(i)
@@ -147,7 +149,7 @@ class RecordSource(Source):
 
 
 def index_remarks(path: Path, offsets: np.ndarray, num_records: int | None, lacking: int | None = None) -> list[str]:
-    """Remarks about an index that lacks records of its file or names some twice.
+    """Remarks about an index that lacks records of its file or names some records twice.
 
     Both are signs of an index that was cut off or doubled at the end of a line. `num_records` is the number of records
     in the file, if known; otherwise `lacking` is the byte at which a missing record may begin, if one was found.

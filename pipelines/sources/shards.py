@@ -32,7 +32,8 @@ from pipelines.sources.folders import class_folders, some
 from pipelines.sources.split_names import SPLITS, by_split, splits_in
 
 _DIGEST_BYTES = 16  # size of an index's digest
-_NUM_DIGESTED, _AROUND = 16, 4096  # it covers this many images per shard, and this many bytes before and after each
+# the digest covers this many images per shard, and this many bytes before and after each image
+_NUM_DIGESTED, _AROUND = 16, 4096
 
 
 class Entry(NamedTuple):
@@ -49,7 +50,7 @@ class ShardSource(Source):
     """The images of some shards; each format defines `scan` and `name`."""
 
     feeds = "bytes"
-    INDEX_VERSION = 3  # raise it when the results of `scan` change
+    INDEX_VERSION = 3  # must be raised when the results of `scan` change
 
     def __init__(self, files: list[Path], num_classes: int | None = None) -> None:
         self.path = place_of(files)
@@ -107,7 +108,7 @@ class ShardSource(Source):
         return self.files[self._file[i]], int(self._offset[i]), int(self._size[i])
 
     def _copies(self) -> list[str]:
-        """Remarks about shards that hold the images of another one, as a copy `train-0 (1).tar` does."""
+        """Remarks about shards that hold the images of another shard, such as a copy `train-0 (1).tar`."""
         remarks, first_with = [], dict[bytes, int]()
         ends = np.searchsorted(self._file, range(len(self.files) + 1)).tolist()
         for number, (begin, end) in enumerate(itertools.pairwise(ends)):
@@ -155,7 +156,8 @@ class ShardSource(Source):
     def _digest(self, index: np.ndarray) -> bytes:
         """A digest of the headers and labels around some images of each shard.
 
-        It detects a shard that was rewritten with unchanged size and times, where the file system shows no difference.
+        It detects a shard that was rewritten with unchanged size and times, for which the file system shows no
+        difference.
         """
         digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         numbers, offsets, sizes = index[:3]
@@ -171,9 +173,9 @@ class ShardSource(Source):
 def find(is_shard: Callable[[Path], bool]) -> Callable[[Path, str], list[Path]]:
     """A function that finds the shards of a split at a data path, sorted by name.
 
-    They are PATH itself; or all shards in the split's folder; or the shards in PATH with the split in their names; or
-    all shards in PATH if no name contains a split. The function raises DataError for a name that contains several, and
-    for several folders of shards of one split.
+    The shards are PATH itself; or all shards in the split's folder; or the shards in PATH with the split in their
+    names; or all shards in PATH if no name contains a split. The function raises DataError for a name that contains
+    several splits, and if several folders have shards of one split.
     """
 
     def find_shards(path: Path, split: str) -> list[Path]:
@@ -213,7 +215,7 @@ def check_complete(files: list[Path]) -> None:
             before, number, after, count = match.groups()
             there[before, after, count].add(number)
     for (before, after, count), numbers in there.items():
-        first = int(count in numbers)  # some count from 1
+        first = int(count in numbers)  # some data sets number their shards from 1
         wanted = (f"{number:05}" for number in range(first, first + int(count)))
         if missing := [f"{before}{number}{after}" for number in wanted if number not in numbers]:
             raise DataError(f"{files[0].parent}: {some(missing)} should be there by the numbers in the names of the "
@@ -226,7 +228,7 @@ def shard_name(file: Path) -> str:
 
 
 def _allow_open_files(count: int) -> None:
-    """Raise this process's limit of open files if it is too low for `count` shards; the usual limit is 1,024."""
+    """Raise this process's limit of open files if the limit is too low for `count` shards; the usual limit is 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * count + 256
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,4 +1,4 @@
-"""The names that say which split a folder or a file belongs to; this module alone decides it.
+"""Determines from the name of a folder or file to which split it belongs. Only this module decides that.
 
 A name says a split if one of its words does: `Train`, `seg_train`, `train_images`, `valid-2`, `val2017`. Words are
 separated by anything that is not a letter, or begin with a capital behind a small letter (`TrainImages`, `trainA`).
@@ -28,7 +28,7 @@ def _words(name: str) -> list[str]:
 
 
 def splits_in(name: str) -> set[str]:
-    """All of "train", "val" and "test" that the words of a name say."""
+    """The subset of "train", "val" and "test" that the words of a name say."""
     return {_SPLIT_OF[word] for word in _words(name) if word in _SPLIT_OF}
 
 
@@ -39,13 +39,14 @@ def split_of(name: str) -> str:
 
 
 def is_whole(name: str) -> bool:
-    """Whether the name is nothing but a split's word, perhaps with a number: `Training`, `val2017`, not `seg_train`."""
+    """Whether the name is only a split's word, perhaps with a number: `Training` and `val2017` are, `seg_train` is not.
+    """
     words = _words(name)
     return len(words) == 1 and words[0] in _SPLIT_OF
 
 
 def is_companion(name: str) -> bool:
-    """Whether a folder of this name holds something about the images, such as their masks."""
+    """Whether a folder with this name holds data about the images, such as masks."""
     return not _COMPANIONS.isdisjoint(_words(name))
 
 

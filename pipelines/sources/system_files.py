@@ -38,5 +38,5 @@ FILES = {
 
 
 def is_system(name: str) -> bool:
-    """Whether a system makes folders or files of this name."""
+    """Whether systems make folders or files with this name."""
     return name.lower() in FOLDERS or name.lower() in FILES

@@ -1,4 +1,4 @@
-"""Source for TFRecord files of tf.train.Example, as TensorFlow's ImageNet scripts and TFDS write them.
+"""Source for TFRecord files of tf.train.Example, the format of TensorFlow's ImageNet scripts and of TFDS.
 
 A record is `length (uint64), its checksum (uint32), payload, the payload's checksum`, little-endian. The payload is a
 protocol buffer. We read only the parts that lead to the image and its label:
@@ -65,7 +65,7 @@ class TFRecordSource(ShardSource):
     def __init__(self, files: list[Path], num_classes: int | None = None, first_label: FirstLabel = AUTO,
                  train: Sequence[Path] = ()) -> None:
         self.first_label, self._train = first_label, list(train)
-        self._broken: dict[int, str] = {}  # damaged image found while labels were counted -> what is wrong
+        self._broken: dict[int, str] = {}  # damaged image found while labels were counted -> its fault in words
         super().__init__(files, num_classes)
 
     @staticmethod
@@ -117,7 +117,7 @@ class TFRecordSource(ShardSource):
         return int(value)
 
     def _any_whole(self, which: np.ndarray, usable: np.ndarray) -> bool:
-        """Whether one of these records is undamaged; damaged records met on the way are marked as unusable."""
+        """Whether one of these records is undamaged; damaged records found during the search are marked as unusable."""
         for i in np.flatnonzero(which & usable).tolist():
             if self._is_whole(i):
                 return True
@@ -187,7 +187,7 @@ def is_tfrecord(path: Path) -> bool:
 
 
 def _fits(stretch: np.ndarray, size: int) -> bool:
-    """Whether the first `size` bytes match the checksum that follows them."""
+    """Whether the first `size` bytes match the checksum stored behind them."""
     stored = int.from_bytes(stretch[size : size + _FOOTER_BYTES].tobytes(), "little")
     return bool(masked_crc32c(stretch[None, :size])[0] == stored)
 
@@ -198,7 +198,8 @@ def _records(data: mmap.mmap, file: Path) -> list[Stretch]:
         raise DataError(f"{file}: is compressed with gzip, but images must be read from its middle; unpack it")
     found: list[Stretch] = []
     end = offset = 0
-    while offset + _HEADER_BYTES <= len(data) and (not found or end > found[-1][0]):  # stop at zeros
+    # stops at zeros, which do not advance `offset`
+    while offset + _HEADER_BYTES <= len(data) and (not found or end > found[-1][0]):
         begin = offset + _HEADER_BYTES
         end = begin + _LENGTH.unpack_from(data, offset)[0]
         offset = end + _FOOTER_BYTES
@@ -273,10 +274,10 @@ def _bytes(data: mmap.mmap, feature: Stretch) -> Iterator[Stretch]:
 
 def _integers(data: mmap.mmap, feature: Stretch) -> Iterator[int]:
     for values in _values(data, feature, 3):
-        for at, end in _values(data, values, 1):  # one number, or several that are packed
+        for at, end in _values(data, values, 1):  # a field has one number, or several packed numbers
             while at < end:
                 number, at = _varint(data, at)
-                yield number - (number >= 1 << 63) * (1 << 64)  # int64
+                yield number - (number >= 1 << 63) * (1 << 64)  # converts to a signed 64-bit number
             if at > end:
                 raise IndexError
 
@@ -312,7 +313,7 @@ def _varint(data: mmap.mmap, at: int) -> tuple[int, int]:
     while True:
         byte = data[at]
         at += 1
-        if shift > 63:  # more than ten bytes
+        if shift > 63:  # a varint has at most ten bytes
             raise IndexError
         value |= (byte & 0x7F) << shift
         if byte < 0x80:

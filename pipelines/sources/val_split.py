@@ -20,7 +20,7 @@ _FAR_OFF = 3  # standard deviations of a class's share under random choice
 
 
 class SetAside(NamedTuple):
-    """Which images are for validation."""
+    """The images that are set aside for validation."""
 
     chosen: np.ndarray  # bool (number of images)
     remarks: list[str]  # remarks for the user about the classes' shares
@@ -29,12 +29,13 @@ class SetAside(NamedTuple):
 def set_aside(source: Source, fraction: float, group_by: GroupBy = "image") -> SetAside:
     """Choose images for validation. Raises DataError if no class can spare one.
 
-    A unit is an image, or with `group_by` "folder" all images of a folder. A unit is for validation if its hash, of its
-    class and its name within the data set, is in the lowest `fraction` of all hash values. So each class gives about
-    this fraction, and a unit stays on its side when other images change or the data are moved.
+    A unit is an image, or with `group_by` "folder" all images of a folder. A unit is hashed by its class and its name
+    within the data set. It is for validation if the hash is in the lowest `fraction` of all hash values. So each class
+    gives about this fraction, and a unit stays on its side when other images change or the data are moved.
 
-    Small classes need corrections. If no unit of a class is for validation, the unit with the lowest hash becomes so.
-    If all units are, the unit with the highest hash, perhaps the only one, goes back to training.
+    Small classes need corrections. If no unit of a class is for validation, the unit with the lowest hash is moved to
+    validation. If all units are for validation, the unit with the highest hash, perhaps the only unit, goes back to
+    training.
     """
     of_unit, units_of = _units(source, group_by)
     hashes = {unit: _hash(unit) for unit in of_unit}
@@ -42,7 +43,7 @@ def set_aside(source: Source, fraction: float, group_by: GroupBy = "image") -> S
     for units in units_of.values():
         if len(units) > 1 and val.isdisjoint(units):
             val.add(min(units, key=hashes.__getitem__))
-    for units in units_of.values():  # last: training images of a class matter more than validation images
+    for units in units_of.values():  # done last, because training images of a class matter more than validation images
         if val.issuperset(units):
             val.discard(max(units, key=hashes.__getitem__))
     if not val:

@@ -1,10 +1,10 @@
 """Source for WebDataset shards: tar files with each image and its label side by side.
 
 A sample consists of the members whose names are equal up to the first dot: `n01440764_18.jpg` holds the image,
-`n01440764_18.cls` the class number as text. Members whose names are equal up to the last dot form a sample, too, as
-file names may contain dots (`photo.1.jpg`, `photo.1.cls`). Other members of a sample (such as .json) are ignored. Other
-images (.mask.png) and members that belong to no sample are left out, and a remark says how many.
-Source: https://github.com/webdataset/webdataset, 'The WebDataset Format'.
+`n01440764_18.cls` the class number as text. Members whose names are equal up to the last dot form a sample, too,
+because file names may contain dots (`photo.1.jpg`, `photo.1.cls`). Other members of a sample (such as .json) are
+ignored. Other images (.mask.png) and members that belong to no sample are left out, and a remark says how many. Source:
+https://github.com/webdataset/webdataset, 'The WebDataset Format'.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def is_tar(path: Path) -> bool:
 
 
 def _name_in(headers: bytes) -> str:
-    """The name of the member that begins with these headers; "" if they are not headers, as in a shard cut off since.
+    """The name of the member that begins with these headers; "" if these bytes are not headers, for example in a shard
+    that was cut off later.
     """
     try:
         if len(headers) == _BLOCK:
@@ -105,7 +106,8 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _is_of(key: str, samples: Set[str]) -> bool:
-    """Whether a member belongs to a sample: whether its key, perhaps without some of its last suffixes, is a sample's.
+    """Whether a member belongs to a sample: the member's key, perhaps without some of its last suffixes, is the key of
+    a sample.
 
     For WebDataset, everything after a name's first dot is the suffix.
     """
@@ -119,7 +121,7 @@ def _is_of_a_system(name: str) -> bool:
 
 
 def _entries(tar: tarfile.TarFile, file: Path) -> list[Entry]:
-    """The samples of a shard, followed by the members that belong to none, with the label _BESIDE."""
+    """The samples of a shard, followed by the members that belong to no sample, with the label _BESIDE."""
     images, labels, others = (defaultdict[str, list[tarfile.TarInfo]](list) for _ in range(3))
     beside: list[tarfile.TarInfo] = []
     for member in tar:
@@ -158,7 +160,9 @@ def _parse_label(tar: tarfile.TarFile, member: tarfile.TarInfo, file: Path) -> i
 
 
 def check_not_compressed(file: Path) -> None:
-    """Raise DataError for a compressed tar file, whatever its name. Raises OSError if the file cannot be read."""
+    """Raise DataError for a compressed tar file, even if its name does not show the compression. Raises OSError if the
+    file cannot be read.
+    """
     with open_file(file) as opened:
         beginning = opened.read(16)
     for magic, name in _COMPRESSIONS.items():
@@ -170,9 +174,10 @@ def check_end(file: Path, offset: int, end: int | None = None) -> None:
     """Raise ReadError unless tarfile has read the whole tar file.
 
     From byte `offset`, where tarfile stopped, to byte `end` (default: the end of the file) there must be only zeros,
-    and at least one block of them. tarfile takes the first block of zeros for the end, although it may be a damaged
-    header, or the end of the first of several tar files joined with cat. It also stops silently at a header that it
-    does not understand."""
+    and at least one block of zeros. tarfile takes the first block of zeros for the end. But this block may be a damaged
+    header, or the end of the first of several tar files joined with cat. tarfile also stops silently at a header that
+    it does not understand.
+    """
     with file.open("rb") as opened:
         left = (os.fstat(opened.fileno()).st_size if end is None else end) - offset
         opened.seek(offset)

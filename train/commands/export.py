@@ -181,8 +181,9 @@ def export_onnx(trained: Checkpoint, int8: Int8Network | None = None, unsigned: 
     Returns:
         The file's content, and the largest absolute difference between ONNX Runtime's probabilities and ours.
 
-    Raises: TrainError: onnx or onnxruntime is not installed, or the results differ by more than TOLERANCE or
-        INT8_TOLERANCE.
+    Raises:
+        TrainError: onnx or onnxruntime is not installed, or the results differ by more than TOLERANCE or
+            INT8_TOLERANCE.
     """
     _check_packages()
     graph = with_loss(trained.config, models.create(trained.config.model, trained.num_classes).graph)
@@ -330,8 +331,9 @@ def _by_integers(model: Any, graph: Graph, arrays: Arrays, qdq: onnx_writer.Qdq,
         images: (N, 3, H, W).
         settings: onnxruntime.SessionOptions.
 
-    Returns: Our probabilities, ONNX Runtime's, and the largest difference, in levels, between ONNX Runtime's integers
-        and our results before rounding.
+    Returns:
+        Our probabilities, ONNX Runtime's, and the largest difference, in levels, between ONNX Runtime's integers and
+        our results before rounding.
     """
     import onnx
     import onnxruntime

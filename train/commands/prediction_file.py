@@ -145,9 +145,13 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
     """Creates the file, or resumes an existing file. The file is locked while it is open, so only one process writes to
     it.
 
-    Args: path: its suffix is one of `FORMS`. names: the classes, in the network's order. top: classes in a record.
-        about: how the predictions are made, as JSON values. same: the keys of `about` whose values must be equal to
-        resume a file, and the names of these keys in a message. has_true: whether the records have the true class.
+    Args:
+        path: its suffix is one of `FORMS`.
+        names: the classes, in the network's order.
+        top: classes in a record.
+        about: how the predictions are made, as JSON values.
+        same: the keys of `about` whose values must be equal to resume a file, and the names of these keys in a message.
+        has_true: whether the records have the true class.
 
     Raises TrainError if the file is foreign, locked or cannot be written; the file is then unchanged.
     """

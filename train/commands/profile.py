@@ -13,8 +13,9 @@ def write_profile(path: Path, executor: Executor, step_ms: float) -> str:
     """Measure each launch of forward and backward on the latest batch. Write the table and the planner's choices to
     `path`. Returns the sums as text.
 
-    Args: executor: a cuda executor that has trained. step_ms: the time of a whole step, which includes the optimizer,
-        in milliseconds, for comparison with the sum.
+    Args:
+        executor: a cuda executor that has trained.
+        step_ms: the time of a whole step, which includes the optimizer, in milliseconds, for comparison with the sum.
     """
     assert isinstance(executor, CudaExecutor)
     measured = executor.profile()

@@ -155,8 +155,9 @@ def open_trainer(
 
     A collective operation; raises UserError.
 
-    Args: executor: the executor of an elastic run's earlier session; None: a new executor is built. commit: see
-        `Trainer`.
+    Args:
+        executor: the executor of an elastic run's earlier session; None: a new executor is built.
+        commit: see `Trainer`.
     """
     config, run_folder, start, weights, fit_machine = beginning
     with contextlib.ExitStack() as loaders:

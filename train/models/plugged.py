@@ -47,9 +47,11 @@ def fresh_names() -> contextlib.AbstractContextManager[Any]:
 def in_our_form(what: str, network: Symbol | Graph, num_classes: int, size: int) -> Graph:
     """The graph in NHWC from the images to the scores of its classes.
 
-    Args: what: the network, for messages. network: reads `data`, in NCHW or NHWC, and ends in the scores (N,
-        num_classes) or in a softmax of them. num_classes: number of the network's classes. size: height and width, in
-        pixels, of images that the network accepts.
+    Args:
+        what: the network, for messages.
+        network: reads `data`, in NCHW or NHWC, and ends in the scores (N, num_classes) or in a softmax of them.
+        num_classes: number of the network's classes.
+        size: height and width, in pixels, of images that the network accepts.
 
     Raises UserError if it is not a network that this program can train.
     """

@@ -53,11 +53,16 @@ def resnet(depth: int, num_classes: int = 1000, label_smoothing: float = 0.0, *,
            squeeze: Callable[[int], SqueezeExcitation] | None = None) -> Symbol:
     """The training Symbol of a residual network, with the inputs and the output of `Network`.
 
-    Args: depth: 18, 34, 50, 101 or 152. num_classes: number of outputs. label_smoothing: label smoothing of the loss.
-        groups: groups of the 3x3 convolutions of bottlenecks. group_width: channels per group in the first stage, by
-        default FIRST_WIDTH; each stage doubles them. stem, pool, projection: functions for the layers before the max
-        pooling, for the max pooling, and for shortcuts that are not the identity. squeeze: gives squeeze-and-excitation
-        at the end of a branch, from the number of channels; None: no squeeze-and-excitation.
+    Args:
+        depth: 18, 34, 50, 101 or 152.
+        num_classes: number of outputs.
+        label_smoothing: label smoothing of the loss.
+        groups: groups of the 3x3 convolutions of bottlenecks.
+        group_width: channels per group in the first stage, by default FIRST_WIDTH; each stage doubles them.
+        stem, pool, projection: functions for the layers before the max pooling, for the max pooling, and for shortcuts
+            that are not the identity.
+        squeeze: gives squeeze-and-excitation at the end of a branch, from the number of channels; None: no
+            squeeze-and-excitation.
     """
     x = pool(stem(mx.sym.Variable("data")), "stem_pool")
     for block in blocks(depth, groups, group_width):

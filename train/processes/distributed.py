@@ -283,7 +283,7 @@ def _forget_failure() -> None:
 
 
 def _connect(hvd: Any) -> None:
-    """Initialise Horovod; raises as `Workers`."""
+    """Initialise Horovod. Raises the errors of `Workers`."""
     from horovod.common.exceptions import HorovodInternalError
 
     try:

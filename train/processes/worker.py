@@ -115,8 +115,10 @@ class EndedHang(NamedTuple):
 class Processes:
     """The processes of a run on this machine, at most one per slot. All these processes end with this process.
 
-    Args: slots: the processes' shares of the machine. command: the command that each process runs. hang_seconds: see
-        `Watch`.
+    Args:
+        slots: the processes' shares of the machine.
+        command: the command that each process runs.
+        hang_seconds: see `Watch`.
     """
 
     def __init__(self, slots: Sequence[Slot], command: Sequence[str], hang_seconds: float) -> None:

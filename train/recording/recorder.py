@@ -51,15 +51,19 @@ class Recorder:
     Every rank has a recorder, because `log_due` must be equal on all; only the `enabled` recorder (rank 0) writes and
     prints.
 
-    Args: folder: the run's output folder; its metrics.jsonl is continued, if there is one (a resumed run). config: the
-        resolved configuration, as plain JSON values. images_per_step: images per optimizer step, over all processes and
-        accumulated batches. num_epochs: epochs of the whole run, for the time left; None: the run's end is unknown.
-        log_every: optimizer steps between two log lines. num_processes: number of processes, for the report.
-        num_classes: classes of the network; with five or fewer no top-5 accuracy is shown. None: unknown. evaluated:
-        the images used in validation, a key of `metrics.EVALUATED`. first_step: optimizer steps done at the checkpoint
-        that the run resumes from. first_epoch: epochs completed at that checkpoint. start_seconds: seconds that the
-        command has taken so far, by phase (`common.phases`). warmup_steps: steps at the start of a session that
-        throughput excludes, while kernels are chosen and caches
+    Args:
+        folder: the run's output folder; its metrics.jsonl is continued, if there is one (a resumed run).
+        config: the resolved configuration, as plain JSON values.
+        images_per_step: images per optimizer step, over all processes and accumulated batches.
+        num_epochs: epochs of the whole run, for the time left; None: the run's end is unknown.
+        log_every: optimizer steps between two log lines.
+        num_processes: number of processes, for the report.
+        num_classes: classes of the network; with five or fewer no top-5 accuracy is shown. None: unknown.
+        evaluated: the images used in validation, a key of `metrics.EVALUATED`.
+        first_step: optimizer steps done at the checkpoint that the run resumes from.
+        first_epoch: epochs completed at that checkpoint.
+        start_seconds: seconds that the command has taken so far, by phase (`common.phases`).
+        warmup_steps: steps at the start of a session that throughput excludes, while kernels are chosen and caches
             fill.
         tensorboard, mlperf: write these logs too.
         console: the output, see `Terminal`.

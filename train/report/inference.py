@@ -23,9 +23,9 @@ class Point:
     precision: str
     batch: int
     images_per_sec: float  # throughput, over all passes
-    pass_ms: np.ndarray  # times between the ends of consecutive passes in the throughput measurement
-    latency_ms: np.ndarray  # of passes that run alone; empty for a large batch
-    memory_gib: float  # in use on the GPU, or by the process on a CPU
+    pass_ms: np.ndarray  # ms between the ends of consecutive passes in the throughput measurement
+    latency_ms: np.ndarray  # ms of passes that run alone; empty for a large batch
+    memory_gib: float  # GiB in use on the GPU, or by the process on a CPU
     joules_per_image: float  # NaN if power is unknown
     watts: float
     sm_mhz: float
@@ -43,13 +43,13 @@ class Point:
         return self._percentile(99)
 
     def _percentile(self, percent: int) -> float | None:
-        """A percentile of the latency in ms; None if there are too few passes for it."""
+        """A percentile of the latency in ms; None if there are too few passes for this percentile."""
         if len(self.latency_ms) * (100 - percent) < 100:
             return None
         return float(np.percentile(self.latency_ms, percent))
 
     def to_dict(self) -> dict[str, Any]:
-        """The point as JSON values; None for unknown ones."""
+        """The point as JSON values; None for unknown values."""
         def known(value: float) -> float | None:
             return value if math.isfinite(value) else None
 
@@ -62,8 +62,9 @@ class Point:
 
 
 def error_of_passes(passes: np.ndarray) -> float:
-    """Relative standard error of the median time of two consecutive passes; infinite with too few passes. It uses two,
-    because two are in flight at once and end together on a CPU."""
+    """Relative standard error of the median time of two consecutive passes; infinite with too few passes. Pairs of
+    passes are used, because two passes are in flight at once and end together on a CPU.
+    """
     return relative_error(passes[: len(passes) // 2 * 2].reshape(-1, 2).sum(axis=1))
 
 
@@ -81,7 +82,9 @@ class Scenario:
 
 
 def scenarios(points: Sequence[Point]) -> dict[str, Scenario]:
-    """The best point for each scenario; single stream only if batch 1 was measured often enough."""
+    """The best point for each scenario; the scenario single stream is left out unless batch 1 was measured often
+    enough.
+    """
     single = [(point.p90, point) for point in points if point.batch == 1 and point.p90]
     found = {}
     if single:
@@ -120,5 +123,6 @@ def plot(points: Sequence[Point], title: str) -> bytes:
     left.set_xticks(batches[:: 1 + len(batches) // 8])
     right.set_xticks([batch for batch in batches if batch <= LATENCY_BATCH])
     figure.legend(*left.get_legend_handles_labels(), loc="upper right", ncols=len(theme.parts), frameon=False,
-                  labelcolor=theme.text, fontsize=9, handlelength=1.6, columnspacing=1.4)  # beside the title
+                  # the legend is beside the title
+                  labelcolor=theme.text, fontsize=9, handlelength=1.6, columnspacing=1.4)
     return plots.Drawing(figure).png

@@ -1,5 +1,6 @@
-"""The outcomes of a validation for a report, with names and pictures: of the mistakes, and of a sample that is spread
-evenly over the split, so that it is not selected."""
+"""Adds names and pictures to the outcomes of a validation, for a report. Pictures show the mistakes, and a sample that
+is spread evenly over the split, so that the sample is not selected by results.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ SHOWN_SIZE = 160  # pixels; the network's own input may be too small to look at
 
 
 def sample(outcomes: Outcomes, loader: Loader, epoch: int, images: str = VALIDATION) -> Predictions:
-    """The predictions for the sample of a validation with this loader, in any process. Raises DataError if no image of
-    it can be decoded any more.
+    """The predictions for the sample of a validation with this loader. Any process may call this. Raises DataError if
+    no image of the sample can be decoded any more.
 
     Args:
         epoch: completed epochs of training.
@@ -42,7 +43,7 @@ def sample(outcomes: Outcomes, loader: Loader, epoch: int, images: str = VALIDAT
 
 
 def describe(outcomes: Outcomes, loader: Loader, epoch: int, images: str) -> Classifier:
-    """Combine the outcomes of a validation with this loader, in any process, with names and pictures.
+    """Combine the outcomes of a validation with this loader, with names and pictures. Any process may call this.
 
     Args:
         epoch: completed epochs of training; 0: unknown.
@@ -57,8 +58,10 @@ def describe(outcomes: Outcomes, loader: Loader, epoch: int, images: str) -> Cla
 
 
 def _pictures(loader: Loader, chosen: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Pictures (S, size, size, 3) of chosen images of a validation loader's split, in its crop but large enough to look
-    at; and the indices (S,) of those that could be decoded. Raises DataError if none can."""
+    """Pictures (S, size, size, 3) of chosen images of a validation loader's split, cropped as by the loader, but large
+    enough to look at; and the indices (S,) of the images that could be decoded. Raises DataError if no image can be
+    decoded.
+    """
     config = replace(loader.config, on_bad_image="skip", image_size=SHOWN_SIZE, device="cpu", dtype="float32",
                      channels=3)
     data, places = zip(*_valid(config, chosen), strict=True)

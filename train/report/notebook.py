@@ -15,8 +15,9 @@ from train.report import plots
 
 
 def columns(rows: Sequence[Any]) -> dict[str, np.ndarray]:
-    """The fields of dataclasses of one kind as arrays, with NaN for None; without fields that are None in all rows.
-    Each plug-in metric is a separate column."""
+    """The fields of dataclasses of one kind as arrays, with NaN for None; fields that are None in all rows are left
+    out. Each plug-in metric is a separate column.
+    """
     flat = [{**vars(row), **getattr(row, "plugin_metrics", {})} for row in rows]
     names = [name for name in dict.fromkeys(name for row in flat for name in row) if name != "plugin_metrics"]
     found = {name: [row.get(name) for row in flat] for name in names}

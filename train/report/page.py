@@ -1,7 +1,7 @@
 """The report of a run: report.md, report.html (one file, with all plots in it), PNG plots, report.json and
 dawnbench.tsv.
 
-    python -m train.report.page RUN_FOLDER        # makes the report of a run again from its metrics.jsonl
+    python -m train.report.page RUN_FOLDER        # makes the report of a run again, from the run's metrics.jsonl
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def _contents(
 
 
 def _weights_shown(epoch: int, shown: Predictions | None, found: Classifier | None) -> Text:
-    """Which weights the page describes."""
+    """A sentence that states which weights the page describes."""
     of_others = {each.epoch for each in (shown, found) if each and each.epoch != epoch}
     what = "Accuracy" if of_others or not found else "Accuracy, classifier and pictures" if shown else (
         "Accuracy and classifier")
@@ -236,13 +236,13 @@ def _learning(record: RunRecord, figures: Sequence[str], known: language_model.F
 
 
 def _images_per_step(record: RunRecord) -> str:
-    """Images per step; of each session, if they differ."""
-    sessions = record.session_images or [record.images_per_step]  # empty in older reports
+    """Images per step as text; if sessions differ, the number of each session."""
+    sessions = record.session_images or [record.images_per_step]  # this list is empty in older reports
     return ", then ".join(str(number) for number, _ in itertools.groupby(sessions))
 
 
 def _skipped(files: Sequence[str], all_in: str) -> list[Block]:
-    """The number of skipped images, the first of them, and where to find all; nothing if there are none."""
+    """The number of skipped images, the first names, and the place of the full list; empty if no image was skipped."""
     if not files:
         return []
     named = ", ".join(files[:NUM_NAMED]) + ", ..." * (len(files) > NUM_NAMED)

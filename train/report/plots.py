@@ -73,7 +73,7 @@ _LIGHT_COLOR = re.compile(b"|".join(_DARK_COLORS))
 
 
 def prepare() -> None:
-    """Import what draws, which takes half a second, so that drawing need not wait for it."""
+    """Import the drawing modules, which takes half a second, so that drawing need not wait for the import."""
     matplotlib()
     for module in ("figure", "backends.backend_agg", "backends.backend_svg"):
         importlib.import_module(f"matplotlib.{module}")
@@ -93,7 +93,7 @@ class Drawing:
 
     @property
     def svg(self) -> bytes:
-        """For HTML: sharp at any size, with letters as text. The same figure gives the same bytes."""
+        """The figure as SVG, for HTML: sharp at any size, with letters as text. Equal figures give equal bytes."""
         from matplotlib.backends.backend_svg import FigureCanvasSVG
 
         with matplotlib().rc_context({"svg.fonttype": "none", "svg.hashsalt": "report"}):
@@ -101,9 +101,12 @@ class Drawing:
             return _LONG_NUMBER.sub(rb"\1", self._written(write))
 
     def _written(self, write: Callable[[io.BytesIO], None]) -> bytes:
-        """What a canvas writes. `Figure.savefig` would draw everything twice, and compute the layout each time."""
+        """The bytes that `write` writes for the figure. `Figure.savefig` is not used, because it would draw everything
+        twice, and compute the layout each time.
+        """
         buffer, dpi = io.BytesIO(), self.figure.dpi
-        with warnings.catch_warnings():  # matplotlib warns of each letter that its font lacks, and draws a box instead
+        # suppresses matplotlib's warnings about letters that the font lacks, for which it draws a box
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph", UserWarning)
             self._lay_out()
             write(buffer)
@@ -114,13 +117,15 @@ class Drawing:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
 
         if engine := self.figure.get_layout_engine():
-            FigureCanvasAgg(self.figure)  # measures the texts
+            FigureCanvasAgg(self.figure)  # the canvas measures texts
             engine.execute(self.figure)
             self.figure.set_layout_engine("none")
 
 
 def darkened(light: bytes) -> bytes | None:
-    """The SVG of a plot in the colours of DARK instead of LIGHT; None if it holds a picture, whose colours stay."""
+    """The SVG of a plot in the colours of DARK instead of LIGHT; None if the plot contains a picture, because the
+    picture's colours must not change.
+    """
     if b"<image" in light:
         return None
     return _LIGHT_COLOR.sub(lambda match: _DARK_COLORS[match[0]], light)
@@ -140,7 +145,8 @@ def throughput(record: RunRecord, theme: Theme) -> Drawing:
     axes.plot(hours[~counted] * scale, speeds[~counted], color=theme.muted, alpha=0.6, label="warm-up", **dots)
     axes.plot(x, _running_median(y, max(len(y) // 20, 5)), color=theme.series[0], linewidth=1.8, label="running median")
     typical = float(np.median(speeds[counted]))
-    # Outliers above three times the typical speed come from the clock, and would squash the rest.
+    # Outliers above three times the typical speed come from the clock's resolution, and would compress the remaining
+    # curve.
     axes.set_ylim(0, 1.15 * min(float(np.max(speeds[counted])), 3 * typical))
     axes.yaxis.set_major_formatter("{x:,g}")
     _legend(axes, theme)
@@ -183,7 +189,7 @@ def accuracy(record: RunRecord, theme: Theme) -> Drawing:
 
 
 def plugin_metrics(record: RunRecord, theme: Theme) -> Drawing:
-    """The metrics of plug-ins by epoch, one above the other, since each metric has a different scale."""
+    """The metrics of plug-ins by epoch, one above the other, because each metric has a different scale."""
     names = record.plugin_metrics
     figure = _figure(WIDTH, 0.6 + 2.0 * len(names), theme)
     for row, name in enumerate(names, start=1):
@@ -196,8 +202,9 @@ def plugin_metrics(record: RunRecord, theme: Theme) -> Drawing:
 
 
 def perplexities(record: RunRecord, best_possible: float | None, theme: Theme) -> Drawing:
-    """A language model's perplexity in training and, after each epoch, in validation; and the best possible one, if
-    known."""
+    """A language model's perplexity in training and, after each epoch, in validation; and the best possible perplexity,
+    if known.
+    """
     figure, axes = _figure_with_axes(theme, "Perplexity", "epoch", "")
     x, losses = _thin(np.array([p.epoch for p in record.loss_curve]), np.array([p.loss for p in record.loss_curve]))
     training = [perplexity(loss) for loss in losses]
@@ -217,8 +224,9 @@ def perplexities(record: RunRecord, best_possible: float | None, theme: Theme) -
 
 
 def perplexity_top(record: RunRecord) -> float:
-    """The upper end of the perplexity plot. Training starts at the perplexity of guessing, the vocabulary's size, which
-    would squash the rest. inf without a validation."""
+    """The upper end of the perplexity plot. Training starts at the perplexity of guessing, which is the vocabulary's
+    size, and would compress the remaining curve. Without a validation the end is inf.
+    """
     validated = [(row.epoch, row.val_loss) for row in record.epochs if row.val_loss is not None]
     if not validated:
         return math.inf
@@ -283,7 +291,7 @@ _CELL, _PICTURE, _LINE = 192, 168, 22  # pixels of a cell's width, of a picture 
 
 
 def predictions(shown: Predictions) -> bytes:
-    """The contact sheet of predictions, with the number of right ones in its title."""
+    """The contact sheet of predictions, with the number of right predictions in its title."""
     return contact_sheet(shown, "Predictions", f"{shown.num_right} of {len(shown.true)} right")
 
 
@@ -402,7 +410,7 @@ def _titled(axes: Axes, theme: Theme, title: str, pad: float | None = None) -> N
 
 
 def _time_unit(hours: float) -> tuple[str, float]:
-    """A suitable unit for a span of time, and how many of it make an hour."""
+    """A suitable unit for a span of time, and the number of these units in an hour."""
     return ("h", 1.0) if hours >= 3 else ("min", 60.0) if hours >= 1 / 20 else ("s", 3600.0)
 
 

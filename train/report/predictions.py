@@ -1,4 +1,4 @@
-"""A network's predictions for some validation images, stored in the report's folder and drawn from there."""
+"""A network's predictions for some validation images, stored in the report's folder and drawn from the stored file."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Predictions:
     guessed: list[str]  # names of the most likely classes
     probability: np.ndarray  # float (N,): the probability of the guess
     epoch: int  # completed epochs of training
-    images: str = VALIDATION  # the images' kind: validation or training images
+    images: str = VALIDATION  # kind of the images: validation or training images
 
     @property
     def num_right(self) -> int:
         return sum(true == guess for true, guess in zip(self.true, self.guessed, strict=True))
 
     def block(self, file: str, caption: str) -> Pictures:
-        """The pictures as a block of a document; `file`: the PNG with all of them."""
+        """The pictures as a block of a document; `file`: the PNG with all pictures."""
         jpegs = []
         for pixels in self.pictures:
             jpeg = io.BytesIO()

@@ -1,6 +1,6 @@
-"""Run folders as everybody reads them: a run's state, options and best accuracy; and all runs below a folder.
+"""Reads run folders: a run's state, options and best accuracy; and all runs below a folder.
 
-Reads only metrics.jsonl, so it works while a run trains and after it was killed.
+This module reads only metrics.jsonl, so it also works while a run trains, and after a run was killed.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
 DAMAGED = "damaged"  # the metrics cannot be read
 
-# Why a session has ended ("reason" in metrics.jsonl) -> state of the run.
+# Reason for the end of a session ("reason" in metrics.jsonl) -> state of the run.
 ENDINGS = {reason: FINISHED if completes else STOPPED for reason, completes in REASONS.items() if reason != "error"}
-KILLED = "killed"  # reason of a run that has not recorded why it ended
+KILLED = "killed"  # reason of a run that has not recorded a reason for its end
 DEPTH = 3  # folders below the given one that are searched for runs
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Run:
-    """A run in its folder, as far as it has come when it is read. `read` and `list_runs` make them."""
+    """A run, with the results that its folder had when the run was read. `read` and `list_runs` make them."""
 
     folder: Path
     record: RunRecord
@@ -48,7 +48,8 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path, with_steps: bool = True) -> Self:
-        """The run in a folder. `with_steps`: with the times of all steps; without them it is read ten times as fast.
+        """The run in a folder. `with_steps`: also read the times of all steps; without these times reading is ten times
+        as fast.
 
         Raises TrainError if the folder holds no run, or if its metrics cannot be read.
         """
@@ -56,7 +57,8 @@ class Run:
         try:
             if not path.is_file():
                 raise TrainError(f"there is no {METRICS_FILE} in {folder}: give the output folder of a training run")
-            is_running = files.is_locked(path)  # before reading: a run that ends meanwhile has then written its end
+            # tested before reading, so that the end of a run that ends meanwhile is not missed
+            is_running = files.is_locked(path)
             record = RunRecord.read_jsonl(path, with_steps)
         except OSError as error:
             raise TrainError(f"cannot read {path} ({error.strerror}): check its permissions") from None
@@ -71,8 +73,9 @@ class Run:
 
     @classmethod
     def list_runs(cls, folders: Iterable[Path], with_steps: bool = True) -> list[Self]:
-        """All runs in some folders, up to DEPTH levels below each, each once; the one that has changed last comes
-        first. A run whose metrics cannot be read is DAMAGED. Raises TrainError for a path that is not a folder."""
+        """All runs in some folders, up to DEPTH levels below each, without duplicates; the run that changed last comes
+        first. A run whose metrics cannot be read is DAMAGED. Raises TrainError for a path that is not a folder.
+        """
         places: dict[str, Path] = {}
         for place in itertools.chain.from_iterable(map(find, folders)):
             places.setdefault(os.path.realpath(place), place)
@@ -88,16 +91,19 @@ class Run:
 
     @property
     def state(self) -> str:
-        """RUNNING; FINISHED: it has done its epochs, or has met its target or its patience; STOPPED: by a signal or a
-        limit of steps or time, and it can be resumed; FAILED: it ended with an error or was killed; DAMAGED."""
+        """The state of the run: RUNNING. FINISHED: the run has done its epochs, or has met its target or its patience.
+        STOPPED: a signal, or a limit of steps or time, has ended the run, which can be resumed. FAILED: the run ended
+        with an error or was killed. DAMAGED.
+        """
         if self.damage:
             return DAMAGED
         return RUNNING if self.is_running else ENDINGS.get(self.reason, FAILED)
 
     @property
     def reason(self) -> str:
-        """Why the last session ended, a key of ENDINGS, "error" or KILLED; "" while it is running; `damage` of a
-        damaged run."""
+        """The reason for the end of the last session: a key of ENDINGS, "error" or KILLED; "" while it is running;
+        `damage` of a damaged run.
+        """
         if self.damage or self.is_running:
             return self.damage
         ends = ("end", "resume")
@@ -108,12 +114,13 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last session has ended as requested, and not by a signal or an error."""
+        """Whether the last session has ended regularly, not by a signal or an error."""
         return not self.is_running and self.record.is_over
 
     def _reason_of_earlier_versions(self, completed: bool) -> str:
-        """The reason in files of earlier versions: whether an exception (including a signal) ended the run, and in
-        words which limit."""
+        """The reason in files of earlier versions: derived from whether an exception (or a signal) ended the run, and
+        from the limits of the run.
+        """
         if not completed:
             return "signal"
         stop = next((event["reason"] for event in reversed(self.record.events) if event["event"] == "stop"), "")
@@ -129,8 +136,9 @@ class Run:
 
     @property
     def options(self) -> dict[str, Any]:
-        """All options by field name. Options that an earlier version has not recorded have their defaults; options of
-        another version that this one does not know are kept unchanged."""
+        """All options by field name. Options that an earlier version has not recorded have their defaults; options that
+        only another version knows are kept unchanged.
+        """
         kind = LanguageModelConfig if self.is_language_model else Config
         try:
             return dict(kind.from_dict(self.record.config).to_dict())
@@ -148,7 +156,8 @@ class Run:
     @property
     def best_epoch(self) -> EpochRow | None:
         """The epoch whose weights are kept as the best: the first with the highest top-1 accuracy on the validation
-        images (on the training images if the data has no others); None if no epoch was evaluated."""
+        images (on the training images if the data has no validation images); None if no epoch was evaluated.
+        """
         return self.record.best
 
     @property
@@ -163,7 +172,8 @@ class Run:
 
     @cached_property
     def changed(self) -> float:
-        """When the run wrote its last line, in seconds since 1970; 0 if its folder has gone."""
+        """The time at which the run wrote its last line, in seconds since 1970; 0 if the run's folder no longer exists.
+        """
         try:
             return (self.folder / METRICS_FILE).stat().st_mtime
         except OSError:
@@ -171,16 +181,16 @@ class Run:
 
     @cached_property
     def size(self) -> int:
-        """Bytes on disk."""
+        """Bytes of the run's folder on disk."""
         return size_on_disk(self.folder)
 
     def to_dict(self) -> dict[str, Any]:
-        """What a list of runs tells, as plain JSON values."""
+        """The values that a list of runs shows, as plain JSON values."""
         date = datetime.fromtimestamp(self.changed, timezone.utc).isoformat(timespec="seconds")
         return {"folder": str(self.folder), "changed": date, "size": self.size, **self._figures()}
 
     def _figures(self) -> dict[str, Any]:
-        """The part of `to_dict` that follows from the record."""
+        """The values of `to_dict` that are computed from the record."""
         best = self.best_epoch
         evaluated = best.evaluation if best else None
         top1 = evaluated.top1 if evaluated and not self.is_language_model else None
@@ -196,8 +206,9 @@ class Run:
 
 
 def find(folder: Path) -> list[Path]:
-    """The folders of all runs in a folder: itself, or those up to DEPTH levels below it, by name. Raises TrainError if
-    it is not a readable folder."""
+    """The folders of all runs in a folder: the folder itself, or the run folders up to DEPTH levels below it, sorted by
+    name. Raises TrainError if the folder cannot be read.
+    """
     try:
         if not folder.is_dir():
             raise TrainError(f"there is no folder {folder}: give one that holds runs")
@@ -222,14 +233,14 @@ def size_on_disk(folder: Path) -> int:
         for name in names:
             try:
                 found = os.lstat(os.path.join(path, name))
-            except OSError:  # removed meanwhile
+            except OSError:  # the file was removed meanwhile
                 continue
             sizes[found.st_dev, found.st_ino] = found.st_size
     return sum(sizes.values())
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """A short name for each folder: its path below their common folder."""
+    """A short name for each folder: its path below the common folder of all."""
     if not folders:
         return []
     paths = [os.path.abspath(folder) for folder in folders]

@@ -20,29 +20,31 @@ class Summary:
 
     Total: steps from requesting the batch to updated parameters. Compute-only: steps without waiting for batches.
     Loader-only: the loader running alone. Whole run: all images divided by the whole time, validation included. The
-    GPUs' figures are means over the steps that count; None: unknown.
+    GPUs' figures are means over the steps that count; None stands for unknown.
     """
 
     total: Speed
     total_median: float
-    total_spread: float  # half the interquartile range of the steps' speeds
+    total_spread: float  # spread of the total throughput: half the interquartile range of the steps' speeds
     compute_images_per_sec: float
     loader_images_per_sec: float | None
     whole_run_images_per_sec: float
-    loader_wait_share: float  # share of the time of the counted steps
+    loader_wait_share: float  # waits for the loader, as a share of the time of the counted steps
     num_steps_counted: int
     num_steps_warmup: int
     limit: str  # "loader" or "computation"
     limit_text: str
     time_split_seconds: dict[str, float]
-    best: EpochRow | None  # the epoch whose weights are kept, by top-1 in validation, or else on the training images
-    best_interval: tuple[float, float] | None  # 95 % interval of that top-1; None: its images were not counted
+    # the epoch whose weights are kept: the highest top-1 in validation, or on the training images if there is no
+    # validation
+    best: EpochRow | None
+    best_interval: tuple[float, float] | None  # 95 % interval of the best top-1; None: the number of images is unknown
     gpu_power: float | None  # W, all GPUs together
     gpu_utilization: float | None  # fraction of the time in which a kernel ran
     gpu_memory: float | None  # GiB; the maximum in use on a GPU
     gpu_clock: float | None  # MHz of the multiprocessors
     gpu_power_capped: float | None  # fraction of the time in which the power limit held the clock down
-    joules_per_image: float | None  # of the GPUs, training steps only
+    joules_per_image: float | None  # energy of the GPUs in training steps, J per image
     price: float | None  # price of the run so far, in the currency of --price-per-hour
 
 

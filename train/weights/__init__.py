@@ -4,7 +4,7 @@
     weights = read("runs/my-run", model="resnet50")            # to start from
     start, notes = starting_point(weights, classes, config)
 
-`files` reads file formats, `recognise` finds the network, `record` says how images are prepared. `publish` writes
+`files` reads file formats, `recognise` finds the network, `record` describes how images are prepared. `publish` writes
 weights in other programs' formats.
 """
 
@@ -38,15 +38,16 @@ BATCH_SIZE = 32  # for validation and export, if no run here has produced the we
 class Weights(NamedTuple):
     """Trained weights, and remarks on them."""
 
-    trained: Checkpoint  # `params` has no classifier if the weights have none
+    trained: Checkpoint  # the network; `params` has no classifier if the weights have none
     classifier: str  # name of the classifier's weight in the source
     num_classes: int  # 0 without a classifier
     notes: list[str]  # remarks on what was used, what was not, and why
 
 
 def settings(config: Config, with_sizes: bool = False) -> dict[str, Any]:
-    """The options that a run takes from the trained weights it starts from: the network, the plug-in that has it, if
-    one has, the images' normalisation, and with `with_sizes` their sizes."""
+    """The options that a run takes from the trained weights it starts from: the network, the plug-in that defines the
+    network, if any, the images' normalisation, and with `with_sizes` also the sizes of images.
+    """
     sizes = ("image_size", "val_image_size", "val_crop_fraction") if with_sizes else ()
     names = ("model", *(field.name for field in fields(Normalisation)), *sizes)
     of_plugin = plugins.find("model", config.model)
@@ -61,11 +62,11 @@ def read(place: str, model: str = "") -> Weights:
     Args:
         place: the folder or file. A run folder stands for its best checkpoint, with moving averages if the run keeps
             them.
-        model: the network that the weights must belong to; "": any known one.
+        model: the network to which the weights must belong; "": any known network.
 
     Raises:
-        UserError: there are no weights; or they are damaged, belong to another network, or would compute something else
-            here.
+        UserError: no weights are found; or the weights are damaged, belong to another network, or would give other
+            results here.
     """
     path = Path(place)
     if not _is_of_others(path):
@@ -107,8 +108,10 @@ def load(place: str, quiet: bool = False) -> Checkpoint:
 
 
 def starting_point(weights: Weights, classes: Classes, config: Config) -> tuple[Checkpoint, list[str]]:
-    """A network for these classes, and the remarks with one on its classifier. The weights' classifier is used if it
-    has all of the classes, by name; otherwise a new one, initialised by the configuration's seed."""
+    """A network for these classes, and the remarks, including a remark on the classifier. The classifier of the weights
+    is used if it has all of the classes, by name; otherwise a new classifier is initialised by the configuration's
+    seed.
+    """
     trained, known = weights.trained, weights.num_classes
     network = models.create(trained.config.model, len(classes), images=config.image_size)
     initial, _ = network.initial_values(config.seed)
@@ -133,8 +136,9 @@ def _is_of_others(path: Path) -> bool:
 
 
 def _network_inside(path: Path, arrays: Mapping[str, np.ndarray]) -> str:
-    """The name of the network that a file with these arrays has itself, which reading it has loaded; "": none. A file
-    of the same name may have been read before."""
+    """The name of the network that the file with these arrays contains itself; "": the file has no network. Reading the
+    file has loaded this network. Another file with an equal name may have been read before.
+    """
     registered = plugins.find("model", path.name)
     weights = getattr(registered.made, "weights", {}) if registered else {}
     return path.name if weights and all(arrays.get(name) is array for name, array in weights.items()) else ""
@@ -142,10 +146,10 @@ def _network_inside(path: Path, arrays: Mapping[str, np.ndarray]) -> str:
 
 def _network_beside(path: Path) -> tuple[str, bool]:
     """The name of the network that lies beside an MXNet parameter file, by MXNet's names of such files: net-symbol.json
-    beside net-0000.params; "": none. It is loaded as a plug-in. Raises UserError.
+    beside net-0000.params; "": no network. The network is loaded as a plug-in. Raises UserError.
 
-    True, if it begins with a BatchNorm of the images, as Gluon's ResNet v2 does: then a network of this program with
-    these arrays is better, which has that one in the normalisation.
+    The second value is True if the network begins with a BatchNorm of the images, like Gluon's ResNet v2. A network of
+    this program with these arrays is then preferred, because it contains that BatchNorm in the normalisation.
     """
     numbered = re.fullmatch(r"(.+)-\d{4}\.params", path.name)
     symbol = path.with_name(f"{numbered[1]}-symbol.json") if numbered else path

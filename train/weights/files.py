@@ -19,7 +19,7 @@ Arrays = dict[str, np.ndarray]
 def read(path: Path) -> tuple[Arrays, Record]:
     """The arrays of a file by their original names, and how images are prepared for them.
 
-    Raises UserError if it cannot be read, is damaged, or has another format than its name says.
+    Raises UserError if the file cannot be read, is damaged, or has another format than its name suggests.
     """
     try:
         return READERS[path.suffix.lower()](path)

@@ -38,7 +38,7 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Int8Network:
-    """An INT8 network, made by `passes/quantise.py` from a trained one."""
+    """An INT8 network, made by `passes/quantise.py` from a trained network."""
 
     network: str
     checksum: int  # checksum of the float weights
@@ -58,13 +58,13 @@ class Int8Network:
     def graph(self, trained: Checkpoint) -> Graph:
         """The inference graph in INT8. Raises GraphError if the scales belong to another network."""
         graph = models.create(trained.config.model, trained.num_classes).graph
-        from graph_passes import pipeline  # with all kernels, which other networks do not need
+        from graph_passes import pipeline  # imports all kernels, which other networks do not need
 
         return pipeline.run(pipeline.quantised_passes("float32", self.scales, self.kept), graph)
 
 
 def path_of(place: str) -> Path:
-    """The path of the INT8 network for the weights at `place`. Raises TrainError if there are none."""
+    """The path of the INT8 network for the weights at `place`. Raises TrainError if no weights are found."""
     path = Path(place)
     found = path if path.is_file() else checkpoint.find(place, prefer_best=True)
     return found.with_name(f"int8-{found.stem}.npz")
@@ -110,8 +110,9 @@ def check_place(place: str, trained: Checkpoint, overwrite: bool) -> None:
 
 
 def load(place: str, trained: Checkpoint) -> Int8Network:
-    """Load the INT8 network that was made from these weights. Raises TrainError if there is none, or it is damaged or
-    was made from other weights."""
+    """Load the INT8 network that was made from these weights. Raises TrainError if the INT8 network does not exist, is
+    damaged, or was made from other weights.
+    """
     path = path_of(place)
     again = f"run python -m train quantize --checkpoint {place}"
     try:
@@ -149,8 +150,9 @@ def check_images(network: Int8Network, place: str, config: Config) -> None:
 
 
 def executor_of(network: Int8Network, trained: Checkpoint, config: Config, placement: Placement) -> Executor:
-    """The executor of the INT8 network, with the configuration's loss: cuda on a GPU, otherwise reference, which
-    computes the same integers. Raises GraphError."""
+    """The executor of the INT8 network, with the configuration's loss: cuda on a GPU, otherwise reference. Both compute
+    equal integers. Raises GraphError.
+    """
     graph = models.create(trained.config.model, trained.num_classes, config.label_smoothing).graph
     shape = (config.batch_size, config.inference_image_size, config.inference_image_size, 3)
     shapes = {"data": shape, "softmax_label": shape[:1]}
@@ -166,7 +168,7 @@ def executor_of(network: Int8Network, trained: Checkpoint, config: Config, place
 
 
 def _check(network: Int8Network, trained: Checkpoint) -> None:
-    """Raise ValueError unless the arrays are the ones that the graph needs."""
+    """Raise ValueError unless the arrays are exactly the arrays that the graph needs."""
     try:
         graph, size = network.graph(trained), network.prepared(trained).config.inference_image_size
         shapes = graph.infer_shapes({"data": (1, size, size, 3), "softmax_label": (1,)})

@@ -1,9 +1,10 @@
-"""Reads weights from ONNX files: from our own exports, and from others' with their network (`models/network_file.py`).
+"""Reads weights from ONNX files: from this program's exports, and from other programs' exports together with the
+network (`models/network_file.py`).
 
-In an export of ours each BatchNorm after a convolution is folded into it. `metadata` stores the values lost by folding,
-gamma and beta, so that the BatchNorms can be restored. If b' is the folded bias, the output of the convolution with the
-folded weights, minus b', has the mean beta - b' and the variance gamma^2, except for the part due to epsilon. In
-inference the network is the same; training continues from about the same statistics.
+In this program's exports each BatchNorm after a convolution is folded into the convolution. `metadata` stores the
+values lost by folding, gamma and beta, so that the BatchNorms can be restored. If b' is the folded bias, the output of
+the convolution with the folded weights, minus b', has the mean beta - b' and the variance gamma^2, except for the part
+due to epsilon. In inference the restored network gives equal results; training continues from almost equal statistics.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from train.weights import record
 from train.weights.record import Record
 
 PRODUCER = "resnet-mxnet"
-PRODUCERS = (PRODUCER, "resnet50-mxnet")  # the second one was used before version 1.0
+PRODUCERS = (PRODUCER, "resnet50-mxnet")  # the second name was used before version 1.0
 
 Arrays = dict[str, np.ndarray]
 
 
 def metadata(trained: Checkpoint) -> dict[str, str]:
-    """The metadata of an export, from which it can be read back."""
+    """The metadata of an export, from which the network can be read back."""
     graph = models.create(trained.config.model, trained.num_classes).graph
     norms = {folding.norm.name: [_text(trained.params[ref.node]) for ref in folding.norm.inputs[1:3]]
              for folding in foldings(graph)}
@@ -49,14 +50,16 @@ def read(path: Path) -> tuple[Arrays, Record]:
     """Parameters and running statistics by our names, convolution weights OIHW, and how images are prepared. If the
     file is not an export of one of this program's networks, its own network is loaded as a plug-in.
 
-    Raises OSError if the file cannot be read, and TrainError if it is damaged, or has what no network here can have.
+    Raises OSError if the file cannot be read, and TrainError if the file is damaged, or has parts that no network here
+    supports.
     """
     model = onnx_reader.parsed(str(path), onnx_reader.content_of(path))
     about = {entry.key: entry.value for entry in model.metadata_props}
     if model.producer_name not in PRODUCERS or "batch_norms" not in about:
         return _of_others(path), record.find(path)
     with content_of_file(lambda reason: f"{path} is not a complete ONNX file ({reason}): write it again"):
-        if about.get("model", "").endswith(models.NETWORK_FILES):  # a network of another file: here it is this file's
+        # the export's network came from a file; here this file itself has the network
+        if about.get("model", "").endswith(models.NETWORK_FILES):
             return _of_others(path), replace(_record(path, about), architecture="")
         if any(node.op_type == "QuantizeLinear" for node in model.graph.node):
             raise TrainError(f"{path} is an export in INT8, from which float weights cannot be restored: give the "
@@ -87,7 +90,7 @@ def _unfold(arrays: Arrays, about: Mapping[str, str]) -> Arrays:
         variance = np.maximum(gamma.astype(np.float64) ** 2 - norm["eps"], 0).astype(np.float32)
         names = [ref.node for ref in norm.inputs[1:]]
         folded_bias = values.pop(bias)
-        if len(conv.inputs) == 3:  # of the convolution itself: the BatchNorm's mean takes it over
+        if len(conv.inputs) == 3:  # the convolution's own bias; the BatchNorm's mean absorbs it
             values[bias] = np.zeros_like(folded_bias)
         of_norm = (np.sqrt(variance.astype(np.float64) + norm["eps"]), beta, beta - folded_bias, variance)
         values |= dict(zip(names, of_norm, strict=True))

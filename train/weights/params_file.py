@@ -1,8 +1,8 @@
-"""Checks the structure of MXNet parameter files before MXNet reads them. MXNet's C++ code would spend the memory and
-time that a damaged length demands, whatever the file's size.
+"""Checks the structure of MXNet parameter files before MXNet reads them. MXNet's C++ code would use the memory and time
+that a damaged length demands, even if the file is small.
 
 Numbers are little-endian. The format is that of `NDArray::Save` in MXNet 1.9.1 (src/ndarray/ndarray.cc), or one of its
-two predecessors, which files of the model zoo have:
+two predecessors, which occur in files of the model zoo:
 
     0x112, 0 (uint64 each)
     number of arrays (uint64), then each
@@ -68,7 +68,7 @@ def _pass_array(walk: _Walk) -> None:
 
 
 class _Walk:
-    """A cursor in a file; `left`: the bytes after it."""
+    """A cursor in a file; `left`: the number of bytes after the cursor."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file, self.left = file, size

@@ -18,11 +18,11 @@ Arrays = dict[str, np.ndarray]
 
 
 def state_dict(trained: Checkpoint, names: Published | None = None) -> Arrays:
-    """The arrays under another library's names, in the network's order there, convolution weights OIHW, fp32.
+    """The arrays under another library's names, in that library's order, with convolution weights in OIHW, in fp32.
 
     Args:
         trained: the network.
-        names: those of the library; None: torchvision's, or timm's if only timm has the network.
+        names: the names of the library; None: torchvision's names, or timm's names if only timm has the network.
 
     `num_batches_tracked`, PyTorch's counter, is the number of optimizer steps. Raises TrainError for a network that
     neither library has.
@@ -47,8 +47,9 @@ _ENDS = ("weight", "bias", "gamma", "beta", "moving_mean", "moving_var", "runnin
 
 
 def content(tensors: Mapping[str, np.ndarray], file: Path) -> bytes:
-    """The content of a file with these tensors, in the format of the file's ending. Raises TrainError for an unknown
-    ending."""
+    """The content of a file with these tensors, in the format of the file's suffix. Raises TrainError for an unknown
+    suffix.
+    """
     if file.suffix.lower() not in _FORMS:
         raise TrainError(f"--torchvision {file} must end in {' or '.join(_FORMS)}, which determines the format")
     return _FORMS[file.suffix.lower()](tensors)

@@ -27,12 +27,13 @@ from train.models.network import Network
 from train.options.data import MIN_IMAGE_SIZE
 from train.weights.record import Record
 
-COUNTER = "num_batches_tracked"  # a counter in each BatchNorm of PyTorch, which has no effect
+COUNTER = "num_batches_tracked"  # name of a counter in each BatchNorm of PyTorch; the counter has no effect
 _STATISTICS = ("running_mean", "running_var")
 # Gluon's numbered layer names, with an optional network prefix: resnetv10_stage1_conv0_weight.
 _COUNTED = re.compile(r"(?:resnetv\d+_)?((?:stage\d+_)?(?:conv|batchnorm|dense)\d+)_(\w+)")
 
-SIZES = range(MIN_IMAGE_SIZE, 1025)  # height and width of images, in pixels, that a file's arrays may be for
+# possible height and width of the images, in pixels, for a file whose arrays depend on the size
+SIZES = range(MIN_IMAGE_SIZE, 1025)
 Arrays = dict[str, np.ndarray]
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -42,12 +43,12 @@ class Found:
     """The network of the registry that was found."""
 
     model: str
-    library: str  # library with these array names; "": ours
+    library: str  # library with these array names; "": this program
     prepared_by: str  # library whose preparation of images `record` holds, if no file gives it
     params: Arrays  # canonical, like `aux`
     aux: Arrays
     classifier: str  # original name of the classifier's weight, which `params` may lack
-    record: Record  # how images are prepared, including what the arrays say about it
+    record: Record  # how images are prepared, including properties that follow from the arrays
     num_arrays: int
     num_batches: int  # batches counted by the BatchNorms
     notes: list[str]  # remarks on arrays that were changed or ignored
@@ -95,8 +96,10 @@ def recognise(path: Path, arrays: Mapping[str, np.ndarray], record: Record, want
 
 
 def _modules(arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[str, Mapping[str, np.ndarray]]]:
-    """The arrays as they are, and by their names inside each module that all of them belong to. For example, a program
-    for Lightning has its network in an attribute `model`, so that all names begin with model. in its files."""
+    """Yield the arrays under their own names, and under the names inside each module to which all arrays belong. For
+    example, a program for Lightning stores its network in an attribute `model`, so all names in its files begin with
+    "model.".
+    """
     module = ""
     yield module, arrays
     while all("." in name for name in arrays) and len(firsts := {name.partition(".")[0] for name in arrays}) == 1:
@@ -121,7 +124,9 @@ def _check_beside(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def _closest(candidates: Iterator[_Candidate], arrays: Mapping[str, np.ndarray], first: str) -> list[_Candidate]:
-    """The network `first` alone if the arrays fit it, else the candidates that share the most names with them."""
+    """Only the network `first` if the arrays fit it, otherwise the candidates that share the most names with the
+    arrays.
+    """
     made = []
     for candidate in candidates:
         if first in candidate.model_names and candidate.fit(arrays) == 1:
@@ -132,14 +137,15 @@ def _closest(candidates: Iterator[_Candidate], arrays: Mapping[str, np.ndarray],
 
 
 def _or_its_own(path: Path) -> str:
-    """How a file of MXNet's Module gets its own network, which is in another file."""
+    """Advice for a file of MXNet's Module, whose network is in another file."""
     prefix = re.fullmatch(r"(.+)-\d{4}\.params", path.name)
     return f", or put its own network beside it, as {prefix[1]}-symbol.json" if prefix else ""
 
 
 def _chosen(path: Path, fitting: Sequence[_Candidate], name: str) -> _Candidate:
-    """The candidate of this name ("": not given) among those that fit. Networks with equal arrays may still differ, in
-    BatchNorm's epsilon for example. Raises TrainError if the name does not tell."""
+    """The candidate with this name ("": not given) among the candidates that fit. Networks with equal arrays may still
+    differ, for example in BatchNorm's epsilon. Raises TrainError if the name does not decide between them.
+    """
     called = [candidate for candidate in fitting if name in candidate.model_names]
     differing = list(dict.fromkeys(candidate.model for candidate in fitting))
     if not called and len(differing) > 1:
@@ -150,8 +156,10 @@ def _chosen(path: Path, fitting: Sequence[_Candidate], name: str) -> _Candidate:
 
 
 def _candidates(first: str, beside: str, arrays: Mapping[str, np.ndarray]) -> Iterator[_Candidate]:
-    """The networks whose layers have the most names in common with the file's, in all their forms; those of the network
-    `first` first. Only they are made, because making all takes long. Networks of other files are none of them."""
+    """Yield the networks whose layer names have the most in common with the file's names, each in all its forms; the
+    forms of the network `first` come first. Only these networks are built, because building all networks takes long.
+    Networks of other files are not candidates.
+    """
     layers = _possible_layers(arrays)
     known = [name for name in models.names() if name == beside or not models.is_of_file(name)]
     forms = {model: models.published(model) for model in ([first] if models.is_of_file(first) else known)}
@@ -170,8 +178,8 @@ def _candidates(first: str, beside: str, arrays: Mapping[str, np.ndarray]) -> It
 
 
 def _possible_layers(arrays: Mapping[str, np.ndarray]) -> set[str]:
-    """The layers that a file's arrays may belong to: conv0 and vgg0_conv0 for vgg0_conv0_weight."""
-    found = set(arrays)  # an array may stand by itself, such as a layer scale
+    """Names of layers to which a file's arrays may belong: conv0 and vgg0_conv0 for vgg0_conv0_weight."""
+    found = set(arrays)  # an array may be a layer by itself, such as a layer scale
     for name in arrays:
         layer = re.sub(r"[._](?:running_|moving_)?[a-z]+$", "", name)
         words = layer.split("_")
@@ -185,7 +193,7 @@ def _size_of_images(network: Network, arrays: Mapping[str, np.ndarray]) -> int:
     def weights(size: int) -> int:
         try:
             return replace(network, image_size=size).shapes()[0][name][-1]
-        except GraphError:  # too small for the layers before it
+        except GraphError:  # the size is too small for the layers before this layer
             return 0
 
     shapes, larger = (replace(network, image_size=network.image_size + more).shapes()[0] for more in (0, 64))
@@ -200,9 +208,9 @@ class _Candidate:
     """A network together with a possible form of its arrays."""
 
     network: Network
-    published: Published | None  # the library's names; None: ours
+    published: Published | None  # the library's names; None: our names
     is_oihw: bool  # layout of convolution weights; False: OHWI
-    shapes: Shapes  # of the parameters, canonical, by our names
+    shapes: Shapes  # canonical shapes of the parameters, by our names
     aux_shapes: Shapes
 
     @property
@@ -217,7 +225,7 @@ class _Candidate:
 
     @property
     def graph(self) -> Graph:
-        """The network's graph, made only on demand: it takes longer than the rest of a candidate."""
+        """The network's graph, built only on demand, because this takes longer than all other work for a candidate."""
         return self.network.graph
 
     def name(self, ours: str) -> str:
@@ -232,7 +240,7 @@ class _Candidate:
 
     @property
     def _form(self) -> Published:
-        """How the arrays differ from the canonical ones."""
+        """The rules for converting the arrays from and to the canonical form."""
         return self.published or Published("", {})
 
     @cached_property
@@ -259,8 +267,9 @@ class _Candidate:
                 for weight, norm in weights.items()}
 
     def structural(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """The arrays under Gluon's structural names, if they have its numbered layer names; under our names without
-        the prefix that all of them have there, such as vgg0_."""
+        """Rename arrays. Gluon's numbered layer names become Gluon's structural names. A prefix that all names of the
+        file have, such as vgg0_, is removed.
+        """
         if not self.published:
             prefix = self._prefix(arrays)
             return {name.removeprefix(prefix): array for name, array in arrays.items()}
@@ -272,19 +281,19 @@ class _Candidate:
                 for name, found in counted.items()}
 
     def _prefix(self, arrays: Mapping[str, np.ndarray]) -> str:
-        """The beginning that all names of the file have and ours have not."""
-        first, last = min(arrays), max(arrays)  # what these two begin with alike, all between them do
+        """The prefix that all names of the file have, and our names lack."""
+        first, last = min(arrays), max(arrays)  # all names between these two begin with the common prefix of the two
         alike = next((place for place, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), 0)
         prefixes = ["", *(first[: place + 1] for place in range(alike) if first[place] == "_")]
         return max(prefixes, key=lambda prefix: sum(name.removeprefix(prefix) in self.wanted for name in arrays))
 
     def shared_names(self, arrays: Mapping[str, np.ndarray]) -> float:
-        """The share of all names that the file and the candidate have in common."""
+        """The number of common names divided by the number of all names of file and candidate."""
         there, here = self.structural(arrays).keys(), self.wanted.keys()
         return len(there & here) / len(there | here)
 
     def fit(self, arrays: Mapping[str, np.ndarray]) -> float:
-        """The share of all arrays, in file and candidate, that fit; 1 only if all do."""
+        """The share of all arrays, in file and candidate, that fit; 1 only if all arrays fit."""
         arrays = self.structural(arrays)
         there = {name for name in arrays if not (self._is_spare(name) and self._fits(name, arrays))}
         here = self.wanted.keys() - (set() if there & set(self.classifier) else set(self.classifier))
@@ -305,12 +314,13 @@ class _Candidate:
         return shape[1:] == wanted[1:] and len(shape) == len(wanted)
 
     def _rows(self, arrays: Mapping[str, np.ndarray]) -> set[tuple[int, ...]]:
-        """The numbers of rows of the classifier's weight and bias, which have one for each class."""
+        """The numbers of rows of the classifier's weight and bias. Both have a row for each class."""
         return {arrays[name].shape[:1] for name in self.classifier if name in arrays}
 
     def difference(self, arrays: Mapping[str, np.ndarray]) -> str:
         """The first difference between the file's and the candidate's arrays, in words, and the number of further
-        ones."""
+        differences.
+        """
         found = []
         for name in sorted(self.wanted.keys() | arrays.keys()):
             if name not in arrays:
@@ -319,7 +329,7 @@ class _Candidate:
                 found += [f"which has no {name}"]
             elif not self._fits(name, arrays):
                 found += [self._other_shape(name, arrays)]
-        found = list(dict.fromkeys(found))  # weight and bias may have the same sentence
+        found = list(dict.fromkeys(found))  # weight and bias may give equal sentences
         return found[0] + (f" (and {len(found) - 1} more differences)" if len(found) > 1 else "")
 
     def _other_shape(self, name: str, arrays: Mapping[str, np.ndarray]) -> str:
@@ -394,7 +404,8 @@ def _check(path: Path, name: str, array: np.ndarray) -> None:
 
 
 def _with_norm(record: Record, norm: Mapping[str, np.ndarray]) -> Record:
-    """Merge Gluon's BatchNorm of the images, which has no gamma and beta, into their mean and standard deviation."""
+    """Merge Gluon's BatchNorm of the images, which has no gamma and beta, into the images' mean and standard deviation.
+    """
     deviation = np.sqrt(norm["running_var"].astype(np.float64) + BATCH_NORM_EPS)
     mean, std = np.array(record.mean), np.array(record.std)
     return replace(record, mean=tuple((mean + std * norm["running_mean"]).tolist()),

@@ -9,9 +9,9 @@ The file has the name of the weights' file, with .json, or is called config.json
                         "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225], "color_order": "RGB"},
      "loss": "softmax"}
 
-Mean and standard deviation are for pixels from 0 to 1. Missing members get torchvision's values. timm's files have
-neither `color_order`, because all of its networks read RGB, nor `loss`, which is `--loss` and determines the
-probabilities.
+Mean and standard deviation are for pixels from 0 to 1. Missing members get torchvision's values. timm's files lack two
+members: `color_order`, because all of timm's networks read RGB, and `loss`, which is the option `--loss` and determines
+the probabilities.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Record:
     mean: tuple[float, ...] = MEAN  # R, G, B of pixels from 0 to 255
     std: tuple[float, ...] = STD
     interpolation: str = "bilinear"
-    is_bgr: bool = False  # the network reads blue, green, red; mean and std are still R, G, B here
-    classes: Classes | None = None  # None: not given
+    is_bgr: bool = False  # the network reads blue, green, red; mean and std are in the order R, G, B here
+    classes: Classes | None = None  # classes of the network; None: not given
     loss: str = "softmax"  # the training loss, which determines how scores become probabilities
 
     @property
@@ -67,7 +67,8 @@ class Record:
 
 def find(weights: Path) -> Record:
     """The record beside a file of weights. The classes may also be in a classes.txt, one per line. Raises UserError if
-    the record is invalid, or asks for something that this program does not have."""
+    the record is invalid, or requires a feature that this program lacks.
+    """
     record = Record()
     for path in (weights.with_suffix(".json"), weights.with_name("config.json")):
         if path.is_file() and (values := _values(path)):
@@ -79,7 +80,7 @@ def find(weights: Path) -> Record:
 
 
 def is_one(path: Path) -> bool:
-    """Whether the JSON file is such a record. Raises UserError if it is not JSON."""
+    """Whether the JSON file is a record. Raises UserError if the file is not JSON."""
     return bool(_values(path))
 
 
@@ -137,7 +138,7 @@ def _checked(path: Path, values: dict[str, Any]) -> Record:
     turn = -1 if known("color_order", values.get("color_order") or "RGB", ("RGB", "BGR")) == "BGR" else 1
     mean, std = (default if values.get(name) is None else of_pixels(name, values[name], 255)
                  for name, default in (("mean", MEAN), ("std", STD)))
-    if changed := values.get("model_args"):  # BatchNorm's epsilon, the activation, ...
+    if changed := values.get("model_args"):  # model_args change BatchNorm's epsilon, the activation, ...
         raise ValueError(f"its model_args {reprlib.repr(changed)} change the network")
     architecture = values.get("architecture") or ""
     if not isinstance(architecture, str):
@@ -179,7 +180,9 @@ def part(name: str, value: Any) -> float:
 
 
 def of_pixels(name: str, value: Any, factor: int = 1) -> tuple[float, ...]:
-    """Check mean or std (`name`) of R, G and B, and multiply by `factor`, to be for pixels from 0 to 255."""
+    """Check mean or std (`name`) of R, G and B, and multiply by `factor`, so that the values are for pixels from 0 to
+    255.
+    """
     is_good, words = LIMITS[name]
     if not (isinstance(value, list) and len(value) == 3 and all(type(number) in (int, float) for number in value)
             and is_good([factor * number for number in value])):

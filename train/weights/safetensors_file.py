@@ -1,4 +1,6 @@
-"""safetensors files. The format has no checksum, so ours get one in their metadata, which is checked if present."""
+"""safetensors files. The format has no checksum, so files of this program have a checksum in their metadata. The
+checksum is verified if present.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def content(tensors: Mapping[str, np.ndarray]) -> bytes:
 
 
 def _checksum(values: Mapping[str, Any], shapes: Mapping[str, Any]) -> str:
-    """The checksum of names, shapes and bytes, independent of their order in the file."""
+    """The checksum of names, shapes and bytes. It does not depend on the order of the tensors in the file."""
     digest = hashlib.sha256()
     for name in sorted(values):
         digest.update(json.dumps([name, list(shapes[name])]).encode())
@@ -59,7 +61,7 @@ def _checksum(values: Mapping[str, Any], shapes: Mapping[str, Any]) -> str:
 
 
 def _metadata(content: bytes) -> dict[str, str]:
-    """The metadata in the header, which is a length (uint64) followed by JSON."""
+    """The metadata in the header. The header is a length (uint64) followed by JSON."""
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     found = header.get("__metadata__", {})
     return found if isinstance(found, dict) else {}

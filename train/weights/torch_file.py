@@ -1,18 +1,18 @@
 """Reads PyTorch's .pth and .pt files without PyTorch, and without executing their content.
 
-Since PyTorch 1.6 such a file is an uncompressed zip:
+Since PyTorch 1.6 a file is an uncompressed zip:
 
     NAME/data.pkl     a pickle of the object; each tensor in it refers to a storage by its key
     NAME/data/KEY     the bytes of a storage
     NAME/byteorder    little or big; little if it is missing
 
-From PyTorch 0.4 on it was a sequence of pickles: a magic number, the version of the form, the machine's properties, the
-object, and the list of the keys. Behind them come the storages in this order, each with its length.
+From PyTorch 0.4 on a file was a sequence of pickles: a magic number, the version of the form, the machine's properties,
+the object, and the list of the keys. The storages follow in the order of the keys, each with its length.
 
 A pickle is a program: it names functions, which are imported and called. This reader accepts only the names of tensors
-and plain containers. They are bound to substitutes that make arrays and dictionaries, and that the pickle cannot
-change. A small file can also not consume unlimited time or memory, because nested objects are never compared, hashed or
-printed. References have the form of torch/serialization.py and `torch._utils._rebuild_tensor_v2`.
+and plain containers. These names are bound to substitutes that make arrays and dictionaries, and that the pickle cannot
+change. Nested objects are never compared, hashed or printed, so that a small file cannot consume unlimited time or
+memory. References have the form of torch/serialization.py and `torch._utils._rebuild_tensor_v2`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from train.errors import TrainError
 
 HOW_TO_SAVE = "save it with torch.save(model.state_dict(), FILE)"
 _ZIP = b"PK\x03\x04"
-# Files of PyTorch before 1.6 begin with this pickle of a number, or, before 0.1.10, are tars.
+# Files of PyTorch before 1.6 begin with this pickle of a number. Files from before 0.1.10 are tar files.
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _LEGACY_VERSION = 1001
 
@@ -49,8 +49,8 @@ STORAGES: Mapping[str, np.dtype[Any]] = {
 _BYTE_ORDERS: Mapping[str, Literal["<", ">"]] = {"little": "<", "big": ">"}
 _STORAGE_OF = {dtype: name for name, dtype in STORAGES.items()}
 _MOST_AXES = 32  # NumPy's limit before version 2
-# Keys under which training programs store a state_dict. Averaged weights come first, because such programs validate
-# them.
+# Keys under which training programs store a state_dict. Averaged weights come first, because training programs validate
+# the averaged weights.
 _WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict")
 _PREFIX = re.compile(r"^(?:module\.|_orig_mod\.)+")
 _COUNT = "n_averaged"  # of torch.optim.swa_utils.AveragedModel, beside the network in `module`
@@ -73,7 +73,9 @@ class _Dict(dict[Any, Any], _Inert):
     __slots__ = ()
 
     def __init__(self) -> None:
-        """Take no content, which follows in the pickle: copies of copies could use unlimited memory."""
+        """Accept no content here; the content follows in the pickle. Copies of copies could otherwise use unlimited
+        memory.
+        """
 
 
 class _Tuple(tuple[Any, ...], _Inert):
@@ -115,7 +117,7 @@ def read(path: Path) -> dict[str, np.ndarray]:
 
     Raises:
         OSError: the file cannot be read.
-        TrainError: it is not a PyTorch file, is damaged, has an old format, holds more than tensors and plain
+        TrainError: the file is not a PyTorch file, is damaged, has an old format, holds more than tensors and plain
             containers, or has no state_dict.
     """
     with path.open("rb") as file:
@@ -202,8 +204,9 @@ def _read(archive: zipfile.ZipFile) -> Any:
 
 
 def _read_legacy(content: bytes) -> Any:
-    """The object of a file of PyTorch 0.4 to 1.5. Its tensors refer to storages that are filled when their turn
-    comes."""
+    """The object of a file of PyTorch 0.4 to 1.5. Its tensors refer to storages, which are filled later, in the order
+    of the file.
+    """
     stream = io.BytesIO(content[len(_LEGACY):])
     storages: dict[str, tuple[str, np.ndarray]] = {}
     expected = 0  # bytes
@@ -246,14 +249,16 @@ def _load_tuple(load: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _forbid(unpickler: Any) -> None:
-    """Forbid sets, which compare their elements, and bytearrays, which take memory in advance; torch.save writes
-    neither."""
+    """Forbid sets, which compare their elements, and bytearrays, which allocate memory in advance. torch.save writes
+    neither sets nor bytearrays.
+    """
     raise _Forbidden("a set or a bytearray")
 
 
 class _Unpickler(pickle._Unpickler):
-    """An unpickler that imports nothing; the few names that it accepts are bound to substitutes in this file. It
-    extends Python's pure-Python version, whose opcodes can be overridden."""
+    """An unpickler that imports nothing; the few names that it accepts are bound to substitutes in this file. The class
+    extends the pure-Python unpickler, because its opcodes can be overridden.
+    """
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
         **pickle._Unpickler.dispatch,
@@ -277,7 +282,8 @@ class _Unpickler(pickle._Unpickler):
         raise _Forbidden(f"{module}.{name}"[:80].replace("\n", " "))
 
     def persistent_load(self, reference: Any) -> _Storage:
-        what, kind, key, _, count, *view = reference  # `view`: before PyTorch 1.6, None unless it is a part of another
+        # `view`: only before PyTorch 1.6; None unless the storage is a part of another storage
+        what, kind, key, _, count, *view = reference
         if not (what == "storage" and isinstance(kind, str) and isinstance(key, str) and type(count) is int
                 and view in ([], [None])):
             raise ValueError("it refers to something other than a storage")
@@ -287,7 +293,7 @@ class _Unpickler(pickle._Unpickler):
 
 
 def _tensor(storage: _Storage, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: object) -> _Tensor:
-    """As `torch._utils._rebuild_tensor_v2`: a view of a storage; `offset` and `stride` count numbers."""
+    """Like `torch._utils._rebuild_tensor_v2`: a view of a storage; `offset` and `stride` count numbers."""
     if not all(isinstance(numbers, tuple) and len(numbers) <= _MOST_AXES for numbers in (size, stride)) or any(
             type(number) is not int or number >= 2**63 for number in (offset, *size, *stride)):
         raise ValueError(f"a tensor's offset, shape and strides are not whole numbers for up to {_MOST_AXES} axes")
@@ -306,7 +312,7 @@ def _tensor(storage: _Storage, offset: int, size: tuple[int, ...], stride: tuple
 
 
 def _parameter(tensor: _Tensor, *_: object) -> _Tensor:
-    """As `torch._utils._rebuild_parameter`."""
+    """Like `torch._utils._rebuild_parameter`."""
     return _Tensor(tensor.array)
 
 
@@ -332,8 +338,9 @@ def content(tensors: Mapping[str, np.ndarray]) -> bytes:
 
 
 def _write_aligned(archive: zipfile.ZipFile, buffer: io.BytesIO, name: str, data: bytes) -> None:
-    """Write a member whose bytes begin at a multiple of 64, as in PyTorch, so that the file can be mapped. The date is
-    fixed."""
+    """Write a member whose bytes begin at a multiple of 64, as in PyTorch, so that the file can be mapped into memory.
+    The date of the member is fixed.
+    """
     info = zipfile.ZipInfo(f"archive/{name}")
     header = buffer.tell() + 30 + len(info.filename)  # beginning of the extra field
     padding = -(header + 4) % 64

@@ -49,8 +49,10 @@ def check_fits(step: Graph, shapes: Mapping[str, tuple[int, ...]], store: Parame
     """Bytes of the step's arena, without the workspaces of single kernels. Raises CapacityError, before any kernel is
     chosen and timed, if the GPU certainly has too little memory or the batch is too large for the kernels.
 
-    Args: step: the training graph, after the passes gradient and precision. shapes: the shapes of the graph's inputs
-        `data` (NHWC) and `softmax_label`. store: the parameters and everything else that does not grow with the batch.
+    Args:
+        step: the training graph, after the passes gradient and precision.
+        shapes: the shapes of the graph's inputs `data` (NHWC) and `softmax_label`.
+        store: the parameters and everything else that does not grow with the batch.
         free, total: free and total bytes of the GPU's memory.
     """
     images, height, width, channels = shapes["data"]

@@ -35,8 +35,9 @@ class _Context(ctypes.Structure):
 class Engine:
     """MXNet's engine for one GPU, and the arrays on it that MXNet and a network share.
 
-    Args: device: "gpu(0)", "gpu(1)", ...; raises GraphError for any other device. shared: names and dtypes of the
-        buffers that are MXNet arrays.
+    Args:
+        device: "gpu(0)", "gpu(1)", ...; raises GraphError for any other device.
+        shared: names and dtypes of the buffers that are MXNet arrays.
     """
 
     def __init__(self, device: str, shared: Mapping[str, str]) -> None:

@@ -22,8 +22,10 @@ class DeviceFunction:
     """A graph compiled as one CUDA graph. The graph's variables and outputs have their own memory, which the caller
     fills and reads. All other tensors are in the arena.
 
-    Args: passes: produce the graph that runs, from this GPU's prices. shapes: the shapes of the graph's inputs; all
-        other shapes are inferred. dtype: the network's type: "float16", "bfloat16" or "float32".
+    Args:
+        passes: produce the graph that runs, from this GPU's prices.
+        shapes: the shapes of the graph's inputs; all other shapes are inferred.
+        dtype: the network's type: "float16", "bfloat16" or "float32".
 
     Raises GraphError if a node cannot be lowered, or memory is short.
     """

@@ -36,8 +36,10 @@ class QuantisedNetwork(Network):
     """Runs a network in INT8. The integers are exactly those of `executors.reference.QuantisedExecutor`; layers that
     stay in floats use float16.
 
-    Args: graph, shapes: the network and the shapes of its inputs, as for `TrainingStep`. scales, kept, params: the
-        fields of `Quantisation`. deterministic, device_id, cache_folder: as for `TrainingStep`.
+    Args:
+        graph, shapes: the network and the shapes of its inputs, as for `TrainingStep`.
+        scales, kept, params: the fields of `Quantisation`.
+        deterministic, device_id, cache_folder: as for `TrainingStep`.
 
     Raises GraphError for an operator without a lowering, a parameter of another shape, and the errors of `Gpu`.
     """

@@ -42,9 +42,9 @@ struct State {
 
 // --- the rules, one struct for each optimizer; graph_passes/optimizers/ has the formulas ---
 //
-// update changes a weight and its optimizer state. `g` is the gradient, without the loss scale NORMS_OF the norm that
-// is compared with |weight| to give each tensor its own learning rate (`trust`): GRADIENT, or UPDATE,
-//             the term that the rate multiplies. With UPDATE, an earlier launch (`accumulate`) changes the optimizer
+// update      changes a weight and its optimizer state. `g` is the gradient, without the loss scale
+// NORMS_OF    the norm that is compared with |weight| to give each tensor its own learning rate (`trust`): GRADIENT, or
+//             UPDATE, the term that the rate multiplies. With UPDATE, an earlier launch (`accumulate`) changes the optimizer
 //             state, so that `direction` can be evaluated twice: for its norm, and in `update`
 
 enum NormsOf { NOTHING, GRADIENT, UPDATE };

@@ -8,9 +8,10 @@ struct Metrics {
 
 // One block per row. The first `classes` elements of a row of `scores` (rows, pitch) are used; the bias is added here,
 // in fp32. labels.cuh defines the targets and the ranked label. With WEIGHTED, each class's target is multiplied by the
-// class's weight. Outputs (each is skipped if its pointer is null): probabilities (rows, classes) fp32 gradient (rows,
-// pitch): (probability * sum of targets - target) * gradient_scale * *loss_scale, 0 beyond `classes` row_loss (rows):
-// cross entropy against the targets; NaN for a label outside the classes, so that the error is noticed
+// class's weight. Outputs (each is skipped if its pointer is null):
+//   probabilities (rows, classes) fp32
+//   gradient (rows, pitch): (probability * sum of targets - target) * gradient_scale * *loss_scale, 0 beyond `classes`
+//   row_loss (rows): cross entropy against the targets; NaN for a label outside the classes, so that the error is noticed
 //   row_rank (rows): number of classes ranked before the ranked label: 0 is a top-1 hit, below 5 a top-5 hit
 // Shapes: scores, gradient (N, pitch); bias (K), labels (N), own_share (1), probabilities (N, K), row_loss (N), loss_scale
 // (1), class_weights (K) fp32; row_rank (N). One row an image, classes = K.
