@@ -201,7 +201,7 @@ def load(words: Sequence[str]) -> tuple[str, ...]:
                             f"{digest[:8]}...; give --plugin {file} to use it as it is now")
         if twin := next((each for each in records if name_of(each) == name_of(record) and each != record), ""):
             raise UserError(f"the plug-ins {_parts(twin)[0]} and {file} have the same name, but a run finds them by "
-                            "name: rename one")
+                            "name: rename one of the two files")
         _load(record, content, execute, is_named=True)
         _remember(record)
         records.append(record)

@@ -323,7 +323,7 @@ def _from_document(cls: type[Graph], document: dict[str, Any]) -> Graph:
     for number, entry in enumerate(entries):
         op, name = _OLD_NAMES.get(entry["op"], entry["op"]), entry["name"]
         if entry.get("subgraphs"):
-            raise GraphError(f"node '{name}' ({op}) holds a graph of its own: control flow is not supported, unroll it")
+            raise GraphError(f"node '{name}' ({op}) holds a graph of its own: unroll its control flow")
         if op != VARIABLE and taken[name] > 1:  # MXNet lets operators share a name; here a name is an identity
             taken[name] -= 1
             name = f"{name}_{number}"

@@ -140,8 +140,8 @@ class _Reader:
         for node in needed:
             if node.op_type not in known or node.domain not in ("", "ai.onnx"):
                 name = f"{node.domain}.{node.op_type}".lstrip(".")
-                raise GraphError(f"the operator {name} ({node.name or node.output[0]}) is not one that this program "
-                                 f"reads, which are {', '.join(sorted(OPERATORS))}; or add it ({plugins.WALKS})")
+                raise GraphError(f"this program does not read the operator {name} ({node.name or node.output[0]}): "
+                                 f"use only {', '.join(sorted(OPERATORS))}; or add the operator ({plugins.WALKS})")
         size = self._size(inputs[0])
         self.tensors[inputs[0]] = self._images(inputs[0], needed)
         for node in needed:
