@@ -277,7 +277,7 @@ def test_positions_that_cannot_have_been_reached(change, sentence, fails, traine
     ({"meta": {"progress": {"step": 3, "epoch": 0, "epoch_step": 3, "best_top1": float("nan")}}},
      "is not a complete checkpoint (best_top1 is nan); use another checkpoint in its folder"),
     ({"loader/0": np.zeros(0, np.uint8)}, "loader position cannot be read; use another checkpoint of its folder"),
-    ({"state/momentum/classifier_bias": None}, "since it holds no momentum of classifier_bias: use another one"),
+    ({"state/momentum/classifier_bias": None}, "since it holds no momentum of classifier_bias: use another checkpoint"),
 ])
 def test_checkpoints_that_no_run_can_go_on_with(change, sentence, fails, trained, tmp_path):
     file = changed(checkpoint.find(str(trained)), tmp_path / "c.npz", **change)
