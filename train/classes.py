@@ -55,8 +55,8 @@ def match(
     if not has_names or (missing and is_numbered(found)):
         return Match(labels, note)
     if missing and is_whole:
-        raise TrainError(f"{data} has no class {missing[0]!r}, one of the {len(known)} of {whose}: give data with "
-                         "images of all these classes")
+        raise TrainError(f"{data} has no class {missing[0]!r}, which {whose} has: give data with images of all "
+                         f"{len(known)} classes")
     if note:
         return Match(labels, note)
     if missing:

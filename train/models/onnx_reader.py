@@ -371,7 +371,7 @@ def _prelu(reader: _Reader, call: Call) -> Ref:
     if slopes.size == 1 and channels:  # one for all: now each channel has its own
         slopes = np.full(channels, slopes.item())
     elif (1,) * (len(shape) - slopes.ndim) + slopes.shape != (1, channels, *(1,) * (len(shape) - 2)):
-        raise call.error(f"has slopes of the shape {slopes.shape}: this program has one for each channel")
+        raise call.error(f"has slopes of the shape {slopes.shape}: give one slope for each channel")
     gamma = reader.parameter(f"{call.name}_gamma", slopes.reshape(-1))
     return reader.add("LeakyReLU", call.name, [call.tensor(0), gamma], act_type="prelu")
 
