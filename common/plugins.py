@@ -214,7 +214,7 @@ def load(words: Sequence[str]) -> tuple[str, ...]:
         twin = _loaded.get(name_of(record))
         if twin and twin.is_named and not {*_parts(twin.record)} & {*_parts(record)}:
             raise UserError(f"the {_word(record)}s {_parts(twin.record)[0]} and {file} have the same name, but a run "
-                            "finds them by name: rename one")
+                            "finds them by name: rename one of the two files")
         _load(record, content, execute, is_named=True)
         _remember(record)
         records.append(record)

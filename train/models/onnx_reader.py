@@ -167,8 +167,8 @@ class _Reader:
                 raise GraphError(f"the operator {shown} belongs to {node.domain}, and this program reads ONNX's own "
                                  "operators alone: export the model without a runtime's optimisations or extensions")
             if node.op_type not in known:
-                raise GraphError(f"the operator {shown} is not one that this program reads, which are "
-                                 f"{', '.join(sorted(OPERATORS))}; or add it ({plugins.WALKS})")
+                raise GraphError(f"this program does not read the operator {shown}: use only "
+                                 f"{', '.join(sorted(OPERATORS))}; or add the operator ({plugins.WALKS})")
         size = self._size(inputs[0])
         self.tensors[inputs[0]] = self._images(inputs[0], needed)
         for node in needed:
@@ -439,7 +439,7 @@ def _prelu(reader: _Reader, call: Call) -> Ref:
     if slopes.size == 1 and channels:  # one slope for all channels: repeated for each channel
         slopes = np.full(channels, slopes.item())
     elif (1,) * (len(shape) - slopes.ndim) + slopes.shape != (1, channels, *(1,) * (len(shape) - 2)):
-        raise call.error(f"has slopes of the shape {slopes.shape}: this program has one for each channel")
+        raise call.error(f"has slopes of the shape {slopes.shape}: give one slope for each channel")
     gamma = reader.parameter(f"{call.name}_gamma", slopes.reshape(-1))
     return reader.add("LeakyReLU", call.name, [call.tensor(0), gamma], act_type="prelu")
 

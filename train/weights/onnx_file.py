@@ -101,7 +101,7 @@ def _record(path: Path, about: Mapping[str, str]) -> Record:
     size = record.pixels("center_crop", _value(about, "center_crop"))
     shorter = _value(about, "resize_shorter")
     if type(shorter) is not int or shorter < size:
-        raise ValueError(f"its resize_shorter {reprlib.repr(shorter)} is not at least its center_crop, {size}")
+        raise ValueError(f"its resize_shorter {reprlib.repr(shorter)} is smaller than its center_crop, {size}")
     crop = record.part("center_crop / resize_shorter", size / shorter)
     mean, std = (record.of_pixels(name, _value(about, name)) for name in ("mean", "std"))
     keys, names = (_value(about, name) for name in ("class_keys", "class_names"))

@@ -215,7 +215,7 @@ def _read_legacy(content: bytes) -> Any:
         nonlocal expected
         expected += count * STORAGES[kind].itemsize
         if count < 0 or expected > len(content):
-            raise ValueError(f"it has {len(content):,} bytes, and storages of more")
+            raise ValueError(f"its storages need more than its {len(content):,} bytes")
         storages[key] = kind, np.zeros(count, np.float32 if kind == BFLOAT16 else STORAGES[kind])
         return storages[key][1]
 
@@ -224,12 +224,12 @@ def _read_legacy(content: bytes) -> Any:
         raise ValueError(f"it is not of version {_LEGACY_VERSION} with little-endian numbers")
     if not isinstance(keys, list) or any(not isinstance(key, str) or key not in storages for key in keys) or len(
             set(keys)) < len(storages):
-        raise ValueError("its list of storages is not that of its tensors")
+        raise ValueError("its list of storages does not match its tensors")
     for key in keys:
         kind, values = storages[key]
         length = stream.read(8)
         if int.from_bytes(length, "little") != len(values):
-            raise ValueError(f"a storage of {len(values)} numbers has another length")
+            raise ValueError(f"a storage for {len(values)} numbers has the wrong length")
         stored = np.frombuffer(stream.read(len(values) * STORAGES[kind].itemsize), STORAGES[kind].newbyteorder("<"))
         values[:] = from_bfloat16(stored) if kind == BFLOAT16 else stored
     return value

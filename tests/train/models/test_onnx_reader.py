@@ -313,7 +313,7 @@ def test_names_of_layers(tmp_path: Path, rng: np.random.Generator) -> None:
 
 WRONG = {
     "an unknown operator": ([node("Relu", "x", "r"), node("InstanceNormalization", "r s s", "y")],
-                            "the operator InstanceNormalization (y) is not one that this program reads, which are "),
+                            "this program does not read the operator InstanceNormalization (y): use only "),
     "unequal pads": ([node("Conv", "x w", "y", pads=[0, 0, 1, 1])],
                      "Conv 'y' has pads=[0, 0, 1, 1], which differ between the sides"),
     "an even kernel, padded to its size": ([node("MaxPool", "x", "y", kernel_shape=[2, 2], auto_pad="SAME_UPPER")],

@@ -295,7 +295,7 @@ def test_files_of_another_form(content, words, tmp_path):
     ({"machine": {"little_endian": False}}, "little-endian"),
     ({"keys": ()}, "its list of storages"),
     ({"keys": ("0", "1")}, "its list of storages"),
-    ({"count": 13}, "a storage of 12 numbers has another length"),
+    ({"count": 13}, "a storage for 12 numbers has the wrong length"),
     ({"data": bytes(40)}, "is not a complete PyTorch file"),
     ({"machine": Command(os.system, "touch victim")}, "nothing of it was executed"),
 ])

@@ -539,7 +539,7 @@ def exported(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("about, words", [
-    ({"resize_shorter": "0"}, "its resize_shorter 0 is not at least its center_crop, 40"),
+    ({"resize_shorter": "0"}, "its resize_shorter 0 is smaller than its center_crop, 40"),
     ({"resize_shorter": "1" + 400 * "0"}, "its center_crop / resize_shorter 0.0 is not from 0.1 to 1"),
     ({"center_crop": "-5"}, "its center_crop -5 is not from 32 to 8192"),
     ({"center_crop": "large"}, "its center_crop is not JSON"),
