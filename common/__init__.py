@@ -1,4 +1,5 @@
-"""Shared by several packages: command lines and errors, files and the disk cache, MXNet's import, NVIDIA's GPUs."""
+"""Code that several packages share: command lines and errors, files and the disk cache, MXNet's import, NVIDIA's GPUs.
+"""
 
 import sys
 

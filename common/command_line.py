@@ -1,8 +1,8 @@
-"""The command lines of all programs: options from typed declarations, one-sentence errors, exit codes.
+"""Parses the command lines of all programs: typed declarations of options, one-sentence errors, exit codes.
 
 A dataclass declares what a command takes: its fields are the options, with their types and defaults, and its docstrings
-are the help texts. `given` parses a command line by that declaration. A `Command` names the function that is imported
-and run afterwards. `exit_code_of` runs a whole program.
+are the help texts. `given` parses a command line by that declaration. A `Command` names a function, which is imported
+and run after parsing. `exit_code_of` runs a whole program.
 """
 
 from __future__ import annotations
@@ -32,17 +32,19 @@ from common.program import as_typed
 
 HELP = ("-h", "--help")
 VERSION = "--version"
-MAX_WIDTH = 110  # columns of help; longer lines are hard to read
+MAX_WIDTH = 110  # columns of the help text; longer lines are hard to read
 T = TypeVar("T")
 
-REPEATABLE = object()  # in the annotation of a tuple: the option takes one value, and may be given several times
-POSITIONAL = object()  # in Annotated: a field with a default is a positional argument that may be left out
+# marks an option with a tuple type: each use of the option takes one value, and it may be given several times
+REPEATABLE = object()
+POSITIONAL = object()  # marks a field with a default, in Annotated, as a positional argument that may be left out
 
 _METAVARS = {int: "N", float: "X", str: "NAME", Path: "PATH"}
 
 
 def exit_code_of(main: Callable[[], int | None]) -> int:
-    """Run a program and return its exit code. An error that ends it is printed on stderr as one sentence."""
+    """Run a program and return its exit code. If an error ends the program, print the error on stderr as one sentence.
+    """
     make_safe()
     try:
         return _code_at_end(main)
@@ -55,9 +57,9 @@ def exit_code_of(main: Callable[[], int | None]) -> int:
         print_error(sentence)
         return EXIT_USER_ERROR
     except OSError as error:
-        if error.errno is None:  # not from the operating system: ctypes raises this for a library that cannot be loaded
+        if error.errno is None:  # ctypes raises an OSError without a number for a library that cannot be loaded
             raise
-        # the reader has closed the pipe, as `| head` does
+        # the program that reads the pipe has closed it, as `| head` does
         if error is failed_output() and isinstance(error, BrokenPipeError):
             return EXIT_PIPE_CLOSED
         where, what = error.filename or "input or output", error.strerror or error
@@ -66,7 +68,7 @@ def exit_code_of(main: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         return EXIT_CTRL_C
     finally:
-        failed_output()  # otherwise Python prints a traceback at exit for output that it cannot flush
+        failed_output()  # without this call Python prints a traceback at exit for output that it cannot flush
 
 
 def _code_at_end(main: Callable[[], int | None]) -> int:
@@ -75,7 +77,7 @@ def _code_at_end(main: Callable[[], int | None]) -> int:
         code = main() or 0
         if code:
             return code
-    except SystemExit:  # after --help and --version
+    except SystemExit:  # argparse raises SystemExit after --help and --version
         if not failed_output():
             raise
     if failure := failed_output():
@@ -88,7 +90,7 @@ def _code_at_end(main: Callable[[], int | None]) -> int:
 
 def given(options: type, arguments: Sequence[str], *, prog: str, default: object | None = None,
           description: str = "") -> dict[str, Any]:
-    """Parse a command line. Returns the values that it gives for fields of `options`, and no defaults.
+    """Parse a command line. Returns the values that the command line gives for fields of `options`, without defaults.
 
     Args:
         options: a dataclass. A field with a default is the option `--field-name`; a field without one is a positional
@@ -117,7 +119,7 @@ def given_and_rest(options: type, arguments: Sequence[str], *, prog: str,
     """Parse as `given` does, for a program that passes unknown arguments on to another program. `rest` describes those
     arguments in the usage line.
 
-    Returns the values, and the arguments to pass on. Raises as `given`, SystemExit after `--version` too.
+    Returns the values, and the arguments to pass on. Raises the exceptions of `given`.
     """
     if not set(HELP).isdisjoint(arguments):
         _make_parser(options, prog, with_help=True, rest=rest).parse_args(["--help"])
@@ -128,13 +130,16 @@ def given_and_rest(options: type, arguments: Sequence[str], *, prog: str,
 
 
 def read_options(options: type[T]) -> T:
-    """Parse the command line of a single-file program, whose module docstring is its help. Raises as `given`."""
+    """Parse the command line of a single-file program, whose module docstring is its help. Raises the exceptions of
+    `given`.
+    """
     return options(**given(options, sys.argv[1:], prog=Path(sys.argv[0]).name,
                            description=inspect.getdoc(sys.modules[options.__module__]) or ""))
 
 
 def part_of(options: type[T], values: Mapping[str, Any]) -> T:
-    """An instance of the dataclass `options`, made from those `values` that are its fields."""
+    """An instance of the dataclass `options`, made from `values`. Values that are not fields of `options` are ignored.
+    """
     known = {field.name for field in dataclasses.fields(options)}  # type: ignore[arg-type]  # a dataclass
     return options(**{name: value for name, value in values.items() if name in known})
 
@@ -147,11 +152,11 @@ class Command(NamedTuple):
 
     options: type  # a dataclass, in a module that imports nothing slow
     function: str  # as "module:function"
-    # keeps running when standard output cannot be written, because its result is elsewhere
+    # keeps running when standard output cannot be written, because the command's result is a file
     outlasts_output: bool = False
 
     def load(self) -> Callable[..., int | None]:
-        """Import the function."""
+        """Import the module and return its function."""
         module, _, name = self.function.partition(":")
         return getattr(importlib.import_module(module), name)
 
@@ -165,7 +170,7 @@ def _show_versions() -> typing.NoReturn:
 
 
 def run_command(commands: Mapping[str, Command], arguments: Sequence[str], *, prog: str) -> int | None:
-    """For a program of several commands: run the one that the command line names, with its options."""
+    """Run the command that the command line names, with its options, in a program of several commands."""
     options = {name: command.options for name, command in commands.items()}
     if arguments and arguments[0] in HELP:
         print(describe_commands(options, prog=prog))
@@ -208,8 +213,9 @@ def choose_command(commands: Mapping[str, type], arguments: Sequence[str], *, pr
 
 def describe_commands(commands: Mapping[str, type | str], *, prog: str, default: str | None = None,
                       note: str = "") -> str:
-    """The help of a program of several commands, ending in `note`. The summary of a command is its string, or the first
-    line of its docstring."""
+    """The help text of a program with several commands; `note` is its last paragraph. The summary of a command is its
+    string, or the first line of its docstring.
+    """
     prog = as_typed(prog)
     lines = [f"usage: {prog} {'[COMMAND]' if default else 'COMMAND'} [--option value ...]", "", "commands:"]
     indent = max(map(len, commands)) + 4
@@ -223,15 +229,16 @@ def describe_commands(commands: Mapping[str, type | str], *, prog: str, default:
 
 
 def to_arguments(config: object, default: object) -> list[str]:
-    """The command-line options that turn `default` into `config`, a dataclass of the same type."""
+    """The command-line options that turn `default` into `config`. Both are instances of one dataclass."""
     return [word for field in dataclasses.fields(config)  # type: ignore[arg-type]
             if (value := getattr(config, field.name)) != getattr(default, field.name)
             for word in as_arguments(field.name, value, is_repeatable(type(config), field.name))]
 
 
 def as_arguments(field: str, value: Any, repeats: bool = False) -> list[str]:
-    """The command-line words that give a field this value; the inverse of `given`. `repeats`: the option is
-    REPEATABLE."""
+    """The command-line words that give the field `field` the value `value`; the inverse of `given`. `repeats`: the
+    option is REPEATABLE.
+    """
     option = option_name(field)
     if isinstance(value, bool):
         return [option if value else option.replace("--", "--no-", 1)]
@@ -240,27 +247,29 @@ def as_arguments(field: str, value: Any, repeats: bool = False) -> list[str]:
 
 
 def is_repeatable(options: type, field: str) -> bool:
-    """Whether the option of that field takes one value, and may be given several times."""
+    """Whether the field's option may be given several times, with one value each time."""
     return REPEATABLE in typing.get_args(typing.get_type_hints(options, include_extras=True).get(field))
 
 
 def option_name(field: str) -> str:
-    """`json_` becomes --json: the underscore at the end only avoids the name of a module."""
+    """The option's name for a field. `json_` becomes --json: the final underscore only avoids the name of a module."""
     return "--" + field.rstrip("_").replace("_", "-")
 
 
 def given_value(arguments: Sequence[str], option: str) -> str | None:
-    """The value of `option` on a command line whose other options are not declared. "": the option is the last word;
-    None: the option is not given."""
+    """The value of `option` on a command line whose other options are unknown. Returns "" if the option is the last
+    word, and None if the option is not given.
+    """
     parser = _Parser(add_help=False)
     parser.add_argument(option, nargs="?", const="", dest="value")
-    return parser.parse_known_args([word for word in arguments if word])[0].value  # empty words are refused later
+    # parsing removes empty words here; the real parser refuses them later
+    return parser.parse_known_args([word for word in arguments if word])[0].value
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """'; did you mean X?', to append to a message about a wrong name; "" where no known name is close."""
+    """Returns '; did you mean X?', to append to a message about a wrong name, or "" if no known name is close."""
     bare = {name.lstrip("-"): name for name in sorted(known)}
-    # so that --lr finds --learning-rate
+    # initials are known names too, so that --lr finds --learning-rate
     initials = {"".join(part[:1] for part in name.split("-")): name for name in bare if "-" in name}
     wrong = wrong.lstrip("-")
     close = [initials[wrong]] if wrong in initials else difflib.get_close_matches(wrong, bare, n=1)
@@ -268,7 +277,7 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
 
 
 def nearest(wrong: str, known: Iterable[str]) -> str:
-    """'; did you mean X?', or the list of known names where none is close."""
+    """Returns '; did you mean X?', or the list of known names if none of them is close."""
     return did_you_mean(wrong, known) or f"; there are: {', '.join(sorted(known))}"
 
 
@@ -279,7 +288,7 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
-Positive = Annotated[int, positive_int]  # an option's type
+Positive = Annotated[int, positive_int]  # type of an option whose value is a whole number above 0
 
 
 class _Parser(argparse.ArgumentParser):
@@ -287,7 +296,8 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **settings)
-        self.color = False  # Python 3.14 would colour argparse's part of the help, but not this project's own
+        # Python 3.14 would colour argparse's part of the help text, but not the part that this project writes
+        self.color = False
 
     def parse_known_args(  # type: ignore[override]  # the overloads differ only in the type of the namespace
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -301,7 +311,7 @@ class _Parser(argparse.ArgumentParser):
         if unknown:
             name = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
             if name.strip("-") and name.startswith("-"):
-                # Every single-letter option is close to every other one, so no suggestion is made for these.
+                # Every single-letter option is close to every other one, so single-letter options get no suggestion.
                 known = [*self._option_string_actions, *HELP, VERSION] if name.startswith("--") else ()
                 self.error(f"there is no option {name}{did_you_mean(name, known)}")
             self.error(f"{name} belongs to no option")
@@ -313,7 +323,8 @@ class _Parser(argparse.ArgumentParser):
         for i, word in enumerate(words):
             name, equals, value = word.partition("=")
             is_option = word.startswith("--") and i < num_before
-            if not word or (is_option and equals and not value):  # from a shell variable that is not set
+            # the word is empty if it came from an unset shell variable
+            if not word or (is_option and equals and not value):
                 option = name or (words[i - 1] if i else self.prog)
                 raise UserError(f"{option} is followed by an empty value: give one, or leave it out")
             if is_option:
@@ -330,7 +341,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _before_dashes(words: Sequence[str]) -> list[str]:
-    """The words before "--". All words after it are file names, even if they begin with a hyphen."""
+    """The words before "--". All words after "--" are file names, even if they begin with a hyphen."""
     return list(itertools.takewhile(lambda word: word != "--", words))
 
 
@@ -343,12 +354,12 @@ class _HelpFormatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=26, width=_help_width())
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Wrap a description; paragraphs with indented lines are left as they are."""
+        """Wrap a description. Paragraphs with indented lines keep their line breaks."""
         return "\n\n".join(part if re.search("^ ", part, re.MULTILINE) else textwrap.fill(part, width)
                            for part in text.strip().split("\n\n"))
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        """-t, --target FILE: name the value once, as Python 3.13 does."""
+        """Name an option's value once, as Python 3.13 does: `-t, --target FILE`."""
         if not action.option_strings or action.nargs == 0:
             return super()._format_action_invocation(action)
         value = self._format_args(action, self._get_default_metavar_for_optional(action))
@@ -359,7 +370,7 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 def _plain_words(message: str) -> str:
-    """argparse's error message in this project's wording."""
+    """Reword an error message of argparse in this project's style."""
     message = message.removeprefix("argument ")
     if "invalid choice" in message:
         message = message.replace("'", "")  # some versions of Python quote the choices
@@ -379,7 +390,7 @@ def _plain_words(message: str) -> str:
 
 def _plain_values(parsed: argparse.Namespace) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in vars(parsed).items()
-            if str(value) != argparse.SUPPRESS}  # argparse's value of a positional argument that is left out
+            if str(value) != argparse.SUPPRESS}  # argparse's placeholder for a positional argument that was left out
 
 
 def _option_names(options: type) -> list[str]:
@@ -411,7 +422,7 @@ def _make_parser(options: type, prog: str, default: object | None = None, with_h
                 continue
             value = getattr(default, name, defaults[name])
             text, takes = texts.get(name, "") + _default_text(value), _takes(hints[name])
-            if default is None and value is False:  # no preset can have turned it on, so there is no --no- form
+            if default is None and value is False:  # no preset can have turned the option on, so it has no --no- form
                 text, takes = texts.get(name, ""), {"action": "store_true"}
             names_of_it = [*_other_names(hints[name]), option_name(name)]
             group.add_argument(*names_of_it, dest=name, help=text.replace("%", "%%"), **takes)
@@ -419,7 +430,7 @@ def _make_parser(options: type, prog: str, default: object | None = None, with_h
 
 
 def _takes(hint: Any, metavar: str | None = None) -> dict[str, Any]:
-    """The arguments of `add_argument` for an option of this type."""
+    """The keyword arguments of `add_argument` for an option of the type `hint`."""
     convert, repeats = None, False
     while (origin := typing.get_origin(hint)) in (Annotated, types.UnionType, typing.Union):
         if origin is Annotated:
@@ -447,11 +458,12 @@ def _other_names(hint: Any) -> list[str]:
 
 
 def _groups(options: type) -> dict[str, list[str]]:
-    """Field names by the title of their help group. Inherited fields form a group whose title is the first line of the
-    base class's docstring; the class's own fields have the title ""."""
+    """Field names, grouped by the title of their section in the help text. Inherited fields form a group whose title is
+    the first line of the base class's docstring; the class's own fields have the title "".
+    """
     groups: dict[str, list[str]] = {"": []}
     for name in inspect.signature(options).parameters:
-        # a class below the first one that has the option only gives it another default
+        # the owner is the most basic class with this option; a derived class only gives the option another default
         owner = next(base for base in reversed(options.__mro__) if name in inspect.get_annotations(base))
         title = "" if owner is options else (owner.__doc__ or "").splitlines()[0].removesuffix(".")
         groups.setdefault(title, []).append(name)
@@ -459,7 +471,7 @@ def _groups(options: type) -> dict[str, list[str]]:
 
 
 def _help_texts(options: type) -> dict[str, str]:
-    """The docstring of each field, joined to one line."""
+    """The docstring of each field as one line."""
     texts: dict[str, str] = {}
     for kind in reversed(options.__mro__[:-1]):
         texts |= _field_docstrings(inspect.getfile(kind)).get(kind.__name__, {})
@@ -468,7 +480,9 @@ def _help_texts(options: type) -> dict[str, str]:
 
 @functools.cache
 def _field_docstrings(file: str) -> dict[str, dict[str, str]]:
-    """Field docstrings by class and field, parsed from a source file: Python does not keep them at run time."""
+    """Field docstrings by class and field, parsed from a source file: Python does not keep field docstrings at run
+    time.
+    """
     found: dict[str, dict[str, str]] = {}
     for statement in ast.parse(Path(file).read_text(encoding="utf-8")).body:
         if isinstance(statement, ast.ClassDef):

@@ -1,4 +1,4 @@
-"""Exceptions of libraries and plug-ins as sentences of ours."""
+"""Turns exceptions of libraries and plug-ins into one-sentence errors of this project."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from common.errors import ProgramError
 
 @contextlib.contextmanager
 def refused_as(refusal: Callable[[Exception], ProgramError]) -> Iterator[None]:
-    """A context in which a library reads a file's content. Any exception that the content causes is raised as
+    """A context in which a library reads a file's content. An exception that the content causes is replaced by
     refusal(error).
 
     All exception types are caught, because no list of them is complete. In a zip of NumPy arrays, one changed byte
@@ -27,7 +27,7 @@ def refused_as(refusal: Callable[[Exception], ProgramError]) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message; "" if it has none, or raises another exception when it is asked."""
+    """The first line of an exception's message; "" if the exception has no message, or fails to produce one."""
     try:
         lines = str(error).strip().splitlines()
     except Exception:

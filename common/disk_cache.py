@@ -21,8 +21,9 @@ log = logging.getLogger("disk_cache")
 
 
 def default_folder() -> Path | None:
-    """The folder of the cache. None where there is no home folder: $HOME is not set and the system does not know the
-    user, as in a container."""
+    """The folder of the cache. None if there is no home folder: $HOME is not set, and the system does not know the
+    user, as in some containers.
+    """
     if folder := os.environ.get("RESNET_CACHE"):
         return Path(folder)
     caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
@@ -38,8 +39,9 @@ def _say_that_nothing_is_kept() -> None:
 
 
 class Cache:
-    """Named byte strings in one folder. A damaged entry counts as absent, with a warning. A folder that cannot be
-    written only means that results are computed again."""
+    """Named byte strings in one folder. A damaged entry counts as absent, with a warning. If the folder cannot be
+    written, results are computed again.
+    """
 
     def __init__(self, holds_for: str, root: Path | None = None) -> None:
         place = root or default_folder()
@@ -60,7 +62,7 @@ class Cache:
         return body
 
     def write(self, name: str, body: bytes) -> None:
-        """Write an entry atomically: a process that starts meanwhile reads the old entry or the new one."""
+        """Write an entry atomically: a process that reads meanwhile gets the whole old entry or the whole new entry."""
         if not self.folder:
             return _say_that_nothing_is_kept()
         try:

@@ -1,4 +1,4 @@
-"""matplotlib and its font, for all pictures of a run."""
+"""Provides matplotlib and its font for all plots and pictures of a run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from PIL import ImageFont
 def matplotlib() -> Any:
     """Import matplotlib, on demand: the import is slow, and most processes of a run draw nothing.
 
-    Where the home folder cannot be written, matplotlib works with a temporary one; its warning about that is
-    suppressed.
+    If the home folder cannot be written, matplotlib uses a temporary folder. Its warning about this is suppressed.
     """
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     package = importlib.import_module("matplotlib")
-    package.rcParams["text.parse_math"] = False  # a class name with two dollar signs is not a formula
+    package.rcParams["text.parse_math"] = False  # a class name with two dollar signs must not be read as a formula
     return package
 
 

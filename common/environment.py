@@ -50,8 +50,10 @@ def project_version() -> str:
 
 @functools.cache
 def git_commit() -> str | None:
-    """The commit of this checkout, with '-dirty' where tracked files differ from it; or the commit of an unpacked
-    source archive, which git has written into `.git_archival.txt`. None for neither.
+    """The commit of this checkout, with '-dirty' if tracked files differ from that commit.
+
+    In an unpacked source archive, the commit that git has written into `.git_archival.txt`. None if this is neither a
+    checkout nor an archive.
 
     Changed benchmark results do not count as a difference: measuring one figure must not mark the next one as dirty.
     """
@@ -80,7 +82,7 @@ def _archived_commit(root: Path) -> str | None:
 def versions() -> dict[str, str]:
     """Versions of Python and of the libraries that a result depends on, by package name, without importing them.
 
-    A library that pip does not know (copied, or from the system's packages) is asked for its version itself.
+    If pip does not know a library (a copied file, or a system package), its version is read from the library itself.
     """
     found = {"python": platform.python_version(), "os": platform.platform()}
     for package in (
@@ -93,7 +95,7 @@ def versions() -> dict[str, str]:
         found["mxnet"] = version
     if not found.keys() & {"nvidia-cudnn-cu12", "nvidia-cudnn-cu13"}:
         with contextlib.suppress(OSError):
-            number = ctypes.CDLL("libcudnn.so.9").cudnnGetVersion()  # 91900 is 9.19.0
+            number = ctypes.CDLL("libcudnn.so.9").cudnnGetVersion()  # cuDNN encodes 9.19.0 as 91900
             found["cudnn"] = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
     return found
 
@@ -124,7 +126,7 @@ def hardware() -> dict[str, Any]:
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpus": [gpu.name for gpu in find_gpus()],
     }
-    with contextlib.suppress(Exception):  # neither NVML nor a driver
+    with contextlib.suppress(Exception):  # NVML or the driver may be missing
         import pynvml
 
         pynvml.nvmlInit()

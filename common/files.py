@@ -1,4 +1,4 @@
-"""Files written atomically and by one process at a time, and error messages for writes that fail."""
+"""Writes files atomically, locks files and folders, and words the error messages of failed writes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file atomically, creating its folder if needed. Raises UserError where that fails."""
+    """Write a file atomically, creating its folder if needed. Raises UserError if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(path, content)
@@ -53,7 +53,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def shown_size(num_bytes: int) -> str:
-    """A size of memory or of a file in words."""
+    """A number of bytes as text with a unit, for memory or files."""
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 / 10 else f"{num_bytes / 2**20:.1f} MiB"
 
 
@@ -63,18 +63,19 @@ def check_place(path: Path, otherwise: str) -> None:
     try:
         _check_kind(path)
         nearest = next(folder for folder in path.parents if os.path.lexists(folder))
-        tempfile.TemporaryFile(dir=nearest).close()  # permission bits are not enough: the file system may be read-only
+        # permission bits do not tell whether the file system is read-only, so a file is really created
+        tempfile.TemporaryFile(dir=nearest).close()
     except OSError as error:
         raise _no_place(path, error, otherwise) from None
 
 
 def _check_kind(path: Path) -> None:
-    """Raise OSError where writing a file would replace a folder, a device, a pipe, or a link that leads nowhere."""
+    """Raise OSError if `path` is a folder, a device, a pipe or a dangling link: writing a file would replace it."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is not a regular file")
-    if path.is_symlink() and not path.exists():  # the disk of its target may not be mounted at present
+    if path.is_symlink() and not path.exists():  # the disk with the link's target may be unmounted at present
         raise OSError(errno.EINVAL, "it is a link to a file that is not there")
 
 
@@ -83,10 +84,11 @@ def _no_place(path: Path, error: OSError, otherwise: str) -> UserError:
 
 
 def lock(opened: IO[Any] | int) -> bool:
-    """Lock a file, or a folder's descriptor, until it is closed or the process ends. False if another process holds the
-    lock."""
+    """Lock an open file, or a folder's descriptor. The lock lasts until the file is closed or the process ends. Returns
+    False if another process holds the lock.
+    """
     for attempt in range(2):
-        time.sleep(attempt * PEEK_SECONDS)  # another process may only have looked (`is_locked`)
+        time.sleep(attempt * PEEK_SECONDS)  # the other process may hold the lock for a moment only, in `is_locked`
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -99,8 +101,9 @@ def lock(opened: IO[Any] | int) -> bool:
 
 @contextlib.contextmanager
 def alone_in(folder: Path, taken: UserError) -> Iterator[None]:
-    """Create a folder, and hold its lock inside. Raises UserError if that is impossible, and `taken` if another process
-    holds the lock."""
+    """Create a folder, and hold its lock during the `with` block. Raises UserError if the folder cannot be created or
+    opened, and `taken` if another process holds the lock.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         opened = os.open(folder, os.O_RDONLY)
@@ -116,10 +119,11 @@ def alone_in(folder: Path, taken: UserError) -> Iterator[None]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock of a file; False if the file cannot be opened."""
+    """Whether another process holds the lock of a file. Returns False if the file cannot be opened."""
     try:
         with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # until the file is closed, microseconds later
+            # the lock lasts until the file is closed, microseconds later
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
@@ -128,6 +132,7 @@ def is_locked(path: Path) -> bool:
 
 
 def way_out(error: OSError, otherwise: str) -> str:
-    """The advice for a file that could not be written: "make room" if the disk or quota is full, otherwise
-    `otherwise`."""
+    """The advice for a file that could not be written: to make room if the disk or quota is full, and `otherwise` in
+    all other cases.
+    """
     return "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else otherwise

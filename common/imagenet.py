@@ -1,7 +1,7 @@
 """The 1,000 classes of ImageNet (ILSVRC2012): their WordNet ids, in class-index order, and readable names.
 
-The names are torchvision's (`torchvision.models._meta`), no two of them alike: the first word of each WordNet synset,
-except for two whose first word another class has too: crane bird, maillot tank suit.
+The names are torchvision's (`torchvision.models._meta`). Each is the first word of the class's WordNet synset. Two
+classes share their first word with another class, and are called crane bird and maillot tank suit, so all names differ.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ def classes() -> tuple[tuple[str, str], ...]:
 
 
 def in_words(found: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Classes as (folder or synset, name to show). A name that is only the folder's WordNet id becomes readable."""
+    """Replace each name that is only a WordNet id by a readable name. Classes are pairs (folder or synset, name to
+    show).
+    """
     words = dict(classes())
     return [(key, words.get(key, name) if name == key else name) for key, name in found]

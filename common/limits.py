@@ -9,7 +9,7 @@ Limit = tuple[Callable[[Any], bool], str]
 
 
 def between(low: float, high: float, what: str = "") -> Limit:
-    """A value from `low` to `high`, both included. `what` names the value in messages."""
+    """A limit: values from `low` to `high`, both included. `what` names the value in messages."""
     return lambda value: low <= value <= high, f"{what} from {low} to {high}".strip()
 
 

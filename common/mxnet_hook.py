@@ -1,8 +1,8 @@
-"""Restores what MXNet 1.9.1 uses and newer versions of NumPy and Python have removed, just before MXNet is imported.
+"""Restores, just before MXNet 1.9.1 is imported, names that MXNet uses and newer NumPy and Python have removed.
 
-Installed as `site-packages/resnet_mxnet_hook.py`, because programs such as horovodrun import MXNet themselves.
-`resnet_mxnet_hook.pth` runs at every start of Python and imports this module once a program imports `mxnet`. Therefore
-this module imports nothing of this project, and slow modules only inside functions.
+This module is installed as `site-packages/resnet_mxnet_hook.py`, because programs such as horovodrun import MXNet
+themselves. `resnet_mxnet_hook.pth` runs at every start of Python and imports this module once a program imports
+`mxnet`. Therefore this module imports no other module of this project, and imports slow modules only inside functions.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class MXNetHook:
 
 
 def install(more: Mapping[str, Callable[[str, str], Any]] = MappingProxyType({})) -> type[MXNetHook]:
-    """Patch MXNet when it is imported, with this copy of the hook in place of any other copy. `more`: further loaders,
-    by module."""
+    """Install this copy of the hook in place of any other copy. The hook patches MXNet when MXNet is imported. `more`:
+    further loaders, by the name of the module that each loads.
+    """
     _LOADERS.update(more)
     others = [finder for finder in sys.meta_path if getattr(finder, "__name__", "") != MXNetHook.__name__]
     sys.meta_path[:] = [MXNetHook, *others]
@@ -40,21 +41,22 @@ def install(more: Mapping[str, Callable[[str, str], Any]] = MappingProxyType({})
 
 
 def mend() -> None:
-    """Prepare NumPy and the environment for `import mxnet`."""
+    """Prepare NumPy and the environment variables for `import mxnet`."""
     _mend_numpy()
     # oneDNN's subgraph fusion rewrites bound Symbols and gave wrong sums of residuals; our own passes do the fusing.
     os.environ.setdefault("MXNET_SUBGRAPH_BACKEND", "NONE")
-    # Else the first softmax of a process prints eight lines about a copy that oneDNN makes.
+    # Without this setting the first softmax of a process prints eight lines about a copy that oneDNN makes.
     os.environ.setdefault("MXNET_STORAGE_FALLBACK_LOG_VERBOSE", "0")
-    # CUDA's default of 8 hardware queues is fewer than DALI's decoders have streams: the training step then shares a
-    # queue with them, and decoding waits for whole steps (38 instead of 28 ms a step: ResNet-50, batch 256, one H200).
+    # CUDA's default of 8 hardware queues is smaller than the number of streams of DALI's decoders. The training step
+    # and the decoders would then share a queue, and decoding would wait for whole steps (38 ms instead of 28 ms a step:
+    # ResNet-50, batch 256, one H200).
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if not os.environ.get("OMP_NUM_THREADS", "").strip():
         os.environ["OMP_NUM_THREADS"] = str(num_compute_threads())
 
 
 def _mend_numpy() -> None:
-    """Add to NumPy the names that MXNet reads and that are missing."""
+    """Add the names that MXNet reads and that this version of NumPy lacks."""
     import numpy
 
     np: Any = numpy
@@ -85,10 +87,11 @@ def _financial_function(name: str) -> Callable[..., Any]:
 
 
 def num_compute_threads() -> int:
-    """One thread for each physical core that this process may use and shares with no other process of the run.
+    """The number of compute threads: one for each physical core that this process may use and shares with no other
+    process of the run.
 
-    MXNet's own default is half the logical cores. Where a core has one thread, as on most virtual machines, that leaves
-    half the machine idle: ResNet-50 trained 1.7 times as fast on two such cores with both in use.
+    MXNet's own default is half the logical cores. If each core has one hardware thread, as on most virtual machines,
+    half of the cores stay idle: on two cores of this kind ResNet-50 trained 1.7 times as fast with both in use.
     """
     import psutil
 
@@ -105,7 +108,8 @@ class _MXNetLoader(importlib.machinery.SourceFileLoader):
 
 
 class _RecordIOLoader(importlib.machinery.SourceFileLoader):
-    """For mxnet.recordio: pack() and pack_img() call tostring(), an old name of tobytes() that NumPy 2.3 removed."""
+    """Patches mxnet.recordio: pack() and pack_img() call tostring(), an old name of tobytes() that NumPy 2.3 removed.
+    """
 
     def get_code(self, fullname: str) -> CodeType:
         source = self.get_data(self.path).replace(b".tostring()", b".tobytes()")
@@ -113,8 +117,9 @@ class _RecordIOLoader(importlib.machinery.SourceFileLoader):
 
 
 class _VersionLoader(importlib.machinery.SourceFileLoader):
-    """For modules that compare versions with distutils. Python 3.12 has removed it; before, setuptools takes its place,
-    whose import would take a seventh of MXNet's time."""
+    """Patches modules that compare versions with distutils, which Python 3.12 has removed. In older Pythons setuptools
+    replaces distutils, and importing setuptools would take a seventh of MXNet's import time.
+    """
 
     def get_code(self, fullname: str) -> CodeType:
         source = self.get_data(self.path)
@@ -125,7 +130,7 @@ class _VersionLoader(importlib.machinery.SourceFileLoader):
 
 
 class _TextLoader(importlib.machinery.SourceFileLoader):
-    """For a module that writes operators' parameters with str(): gives str() the behaviour of NumPy 1."""
+    """Patches a module that writes operators' parameters with str(): gives str() the behaviour of NumPy 1."""
 
     def exec_module(self, module: ModuleType) -> None:
         vars(module)["str"] = _text
@@ -143,7 +148,8 @@ def _text(value: object) -> str:
     return text
 
 
-_LOADERS: dict[str, Callable[[str, str], Any]] = {  # module -> its loader, of its name and file
+# module -> the function that makes its loader from the module's name and file
+_LOADERS: dict[str, Callable[[str, str], Any]] = {
     "mxnet": _MXNetLoader,
     "mxnet.recordio": _RecordIOLoader,
     "mxnet.numpy_dispatch_protocol": _VersionLoader,

@@ -1,11 +1,11 @@
-"""Makes `import mxnet` quick: what MXNet 1.9.1 makes for all of its operators is made at their first call.
+"""Makes `import mxnet` quick: MXNet 1.9.1's Python function for an operator is made at the operator's first call.
 
-MXNet writes and compiles Python source for each of its 2,500 operators, twice for those of NumPy's interface, which
-is half of the time of its import. A few modules that no program here uses, and the slow packages that they import, are
-loaded at their first use.
+MXNet writes and compiles Python source for each of its 2,500 operators, and twice for operators of its NumPy interface.
+This work takes half of the import time. A few modules of MXNet that no program here uses are loaded at their first use,
+together with the slow packages that they import.
 
-Only our programs start MXNet in this way (`common.mxnet_compat`). Others, which get the hook from site-packages, keep
-the signatures and documentation of the operators.
+Only the programs of this project start MXNet in this way (`common.mxnet_compat`). Other programs get the hook from
+site-packages, and keep the signatures and documentation of the operators.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import Any
 
-MakeOperator = Callable[[Any, str, str], Callable[..., Any]]  # (handle, MXNet's name, name of the function)
+# (handle, MXNet's name of the operator, name of the Python function)
+MakeOperator = Callable[[Any, str, str], Callable[..., Any]]
 UNUSED = ("mxnet.contrib.onnx", "mxnet.contrib.text", "mxnet.contrib.quantization", "mxnet.onnx", "mxnet.test_utils",
-          "requests")  # for downloads
+          "requests")  # used for downloads
 
 
 class _BaseLoader(SourceFileLoader):
-    """For mxnet.base, whose functions register the operators of all modules."""
+    """Patches mxnet.base, whose functions register the operators of all modules."""
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
@@ -32,7 +33,7 @@ class _BaseLoader(SourceFileLoader):
 
 
 def _registering_later(register: Callable[..., None]) -> Callable[..., None]:
-    """MXNet's function that registers operators, changed to make each at its first call."""
+    """MXNet's function that registers operators, changed to make each operator's function at its first call."""
     signature = inspect.signature(register)
 
     def changed(*args: Any, **kwargs: Any) -> None:

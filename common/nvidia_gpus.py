@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 from typing import NamedTuple
 
-_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CUdevice_attribute in CUDA's driver API
+_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # values of CUdevice_attribute in CUDA's driver API
 
 
 class GpuInfo(NamedTuple):
-    """A GPU as the driver describes it."""
+    """Properties of a GPU, read from the driver."""
 
     name: str
     capability: tuple[int, int]
@@ -19,7 +19,7 @@ class GpuInfo(NamedTuple):
 
 
 def find_gpus() -> list[GpuInfo]:
-    """The GPUs in the order of their device numbers; an empty list if there is none."""
+    """The GPUs in the order of their device numbers; an empty list if no GPU is available."""
     driver = _driver()
     count = ctypes.c_int(0)
     if driver is None or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
@@ -37,7 +37,7 @@ def find_gpus() -> list[GpuInfo]:
 
 
 def driver_cuda_version() -> int:
-    """The newest CUDA version that the driver supports, 12080 for 12.8; 0 without a driver."""
+    """The newest CUDA version that the driver supports, as an integer: 12080 for 12.8; 0 without a driver."""
     driver = _driver()
     version = ctypes.c_int(0)
     if driver is not None:

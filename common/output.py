@@ -1,4 +1,6 @@
-"""Line-buffered standard output and error. A failed write ends a program with one sentence, or is ignored."""
+"""Line-buffered standard output and error. A failed write ends the program with one sentence, or is ignored after
+`make_lasting`.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,10 @@ from common.program import as_typed
 
 
 def make_safe() -> None:
-    """Called at the start of a program. Afterwards none of these ends in a stack trace: closed input or output (`<&-`,
-    `>&-`), a full disk, a pipe that nobody reads, a locale that lacks a character. Each line is written when it is
-    printed, also into a file.
+    """Make printing safe; called at the start of a program.
+
+    Afterwards none of these causes a stack trace: closed input or output (`<&-`, `>&-`), a full disk, a pipe that
+    nobody reads, a locale that lacks a character. Each printed line is written at once, also to a file.
 
     A closed descriptor would otherwise be reused by the first file that the program opens, and printed text would end
     up in that file.
@@ -27,7 +30,7 @@ def make_safe() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # open() takes the lowest free number, which is this descriptor
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # Python sets it to None if the descriptor was closed at the start
+        if getattr(sys, name) is None:  # Python sets the stream to None if its descriptor was closed at the start
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # open until the program ends
     for name, errors in (("stdout", "replace"), ("stderr", "backslashreplace")):
         stream = getattr(sys, name)
@@ -35,31 +38,33 @@ def make_safe() -> None:
             continue
         if type(stream) is io.TextIOWrapper and stream.fileno() in (1, 2):
             setattr(sys, name, _safe(stream, errors))
-        else:  # another library's stream, such as pytest's
+        else:  # the stream belongs to another library, such as pytest
             stream.reconfigure(errors=errors)
     if not os.environ.get("COLUMNS", "1").strip("0").isdecimal():
-        del os.environ["COLUMNS"]  # with 0 columns rich prints nothing
+        del os.environ["COLUMNS"]  # rich prints nothing if COLUMNS is 0
 
 
 def _safe(stream: io.TextIOWrapper, errors: str) -> io.TextIOWrapper:
-    """The stream, rebuilt on a `_Descriptor`."""
+    """Rebuild the stream on a `_Descriptor`."""
     with contextlib.suppress(OSError):
         stream.flush()
-    is_buffered = isinstance(stream.buffer, io.BufferedWriter)  # `python -u` makes it unbuffered
+    is_buffered = isinstance(stream.buffer, io.BufferedWriter)  # `python -u` makes the stream unbuffered
     descriptor: Any = _Descriptor(stream.fileno())
     return io.TextIOWrapper(io.BufferedWriter(descriptor) if is_buffered else descriptor, stream.encoding, errors,
                             line_buffering=True, write_through=stream.write_through)
 
 
 def make_lasting() -> None:
-    """From now on printing never raises OSError: text that cannot be written to standard output goes to standard
-    error."""
+    """Make printing never raise OSError from now on: text that cannot be written to standard output goes to standard
+    error.
+    """
     if descriptor := _descriptor_of(sys.stdout):
         descriptor.lasting = True
 
 
 def failed_output() -> OSError | None:
-    """Flush standard output and return its first failed write, which a library may have swallowed."""
+    """Flush standard output and return the error of its first failed write, even if a library has swallowed the error.
+    """
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     descriptor = _descriptor_of(sys.stdout)
@@ -67,8 +72,9 @@ def failed_output() -> OSError | None:
 
 
 def shows_bars(console: Any) -> bool:
-    """Whether a rich.console.Console can show a progress bar: on a terminal, and in a notebook that has ipywidgets
-    (rich would print a warning in its place)."""
+    """Whether a rich.console.Console can show a progress bar: on a terminal, and in a notebook with ipywidgets. Without
+    ipywidgets rich would print a warning instead of the bar.
+    """
     return console.is_terminal and (not console.is_jupyter or importlib.util.find_spec("ipywidgets") is not None)
 
 
@@ -78,9 +84,11 @@ def print_error(sentence: object, apart: bool = False) -> None:
 
 
 def print_line(text: str, apart: bool = False) -> None:
-    """Print a line on stderr in one write, so that lines of other processes do not land inside it: print() writes the
-    line's end separately where PYTHONUNBUFFERED is set. `apart`: print an empty line first, because a process that was
-    killed may have left half a line (Horovod and MXNet write theirs in pieces)."""
+    """Print a line on stderr in one write, so that text of other processes does not land inside the line.
+
+    If PYTHONUNBUFFERED is set, print() would write the end of the line separately. `apart`: print an empty line first,
+    because a killed process may have left half a line (Horovod and MXNet write their lines in pieces).
+    """
     sys.stderr.write("\n" * apart + f"{text}\n")
     sys.stderr.flush()
 
@@ -88,9 +96,10 @@ def print_line(text: str, apart: bool = False) -> None:
 class _Descriptor(io.FileIO):
     """The file under standard output or standard error.
 
-    Standard error never fails: text that cannot be written is dropped. Standard output is the same once it is
-    `lasting`: after the first failure standard error takes its place, or nothing if that fails too. Otherwise the first
-    failure is raised once and kept. All later text is dropped, so Python finds nothing to complain about when it exits.
+    Standard error never fails: text that cannot be written is dropped. Standard output that is `lasting` never fails
+    either: after the first failure, text goes to standard error, and is dropped if standard error fails too. Standard
+    output that is not `lasting` raises its first failure once and keeps it. All later text is dropped, so Python has no
+    text to flush, and no error to print, when it exits.
     """
 
     def __init__(self, number: int) -> None:
@@ -113,8 +122,8 @@ class _Descriptor(io.FileIO):
     def _write_all(self, data: Any) -> None:
         left = memoryview(data)
         while left:
-            count = super().write(left)  # fewer bytes if the disk fills up or a signal arrives
-            if count is None:  # another program has made the descriptor non-blocking
+            count = super().write(left)  # super().write() writes fewer bytes if the disk fills up or a signal arrives
+            if count is None:  # None: another program has made the descriptor non-blocking
                 select.select([], [self], [])
             left = left[count or 0:]
 

@@ -1,11 +1,11 @@
-"""Where the seconds of a program go, by phases that follow its start: imports, data, network, ...
+"""Times the phases of a program from its start: imports, data, network, ...
 
     with phase("network"):
         ...                          # compiling, inside, is the phase "kernels" alone
     phases.take()                    # {"imports": 1.9, "kernels": 3.2, "network": 0.4}
 
-Each moment belongs to the innermost open phase, so the seconds of all phases add up to no more than the program's.
-`Recorder.phase` times what a run does beside its steps once it trains.
+Each moment counts for the innermost open phase only, so the seconds of all phases add up to at most the program's
+total. Once training has begun, `Recorder.phase` times everything outside the steps.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 IMPORTS, DATA, WEIGHTS, DEVICE, NETWORK = "imports", "data", "weights", "device", "network"
-KERNELS, TIMING = "kernels", "timing kernels and plans"  # of the cuda executor
+KERNELS, TIMING = "kernels", "timing kernels and plans"  # phases of the cuda executor
 FIRST_BATCH, VALIDATION, IMAGES, CALIBRATION, ONNX = "first batch", "validation", "images", "calibration", "ONNX"
 
 
 def process_seconds() -> float:
-    """Seconds since the system started this process, in its clock's ticks of 10 ms."""
+    """Seconds since the system started this process, with the resolution of the system's clock ticks (10 ms)."""
     with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
-        fields = file.read().rpartition(")")[2].split()  # the name before it may have any characters
+        # the process name before the last ")" may contain any characters
+        fields = file.read().rpartition(")")[2].split()
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 class Phases:
-    """The phases of this process so far, in the thread that made this object; other threads work beside it, so their
-    phases do not count."""
+    """Measures the phases of this process. Only phases in the thread that made this object count, because other threads
+    work at the same time.
+    """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -40,7 +42,7 @@ class Phases:
         self._since = self._began = now()
 
     def begin(self, seconds_ago: float = 0.0, spent_on: str = "") -> None:
-        """Count from now on, or from `seconds_ago`; that time was then spent on the phase `spent_on`."""
+        """Begin to count, now or `seconds_ago` in the past. The past seconds count for the phase `spent_on`."""
         self._since = self._now()
         self._began = self._since - seconds_ago
         self._seconds = {spent_on: seconds_ago} if spent_on else {}
@@ -60,7 +62,7 @@ class Phases:
             self._open.pop()
 
     def _settle(self) -> None:
-        """Count the time since the last change for the phase that was open."""
+        """Add the time since the last change of phases to the phase that was open."""
         now = self._now()
         if self._open:
             self._seconds[self._open[-1]] += now - self._since
@@ -79,7 +81,7 @@ class Phases:
 
 
 def described(seconds: Mapping[str, float], total: float) -> str:
-    """One line: the seconds of each phase, those of no phase as "other", and the total."""
+    """One line of text: the seconds of each phase, the seconds outside all phases as "other", and the total."""
     shown = {**seconds, "other": max(total - sum(seconds.values()), 0.0)}
     parts = ", ".join(f"{name} {value:.1f}" for name, value in shown.items() if value >= 0.05)
     return f"seconds: {parts}; {total:.1f} in all"

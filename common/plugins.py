@@ -4,9 +4,9 @@
     find("model", "tiny").made(10)
     restore(records, "runs/my-run")           # in a later process: the same files, if they are unchanged
 
-A run records each plug-in as FILE#sha256=DIGEST, with the absolute path of its file, and keeps a copy. Only files that
-the user names, or has named before on this account (by SHA-256), are executed. A file of data, such as a network in
-ONNX, may stand where a plug-in does (`add_data_format`). Imports nothing slow.
+A run records each plug-in as FILE#sha256=DIGEST, where FILE is an absolute path, and keeps a copy of the file. Only
+files that the user names, or has named before on this account (by SHA-256), are executed. A data file, such as a
+network in ONNX, may be given in place of a plug-in (`add_data_format`). This module imports no slow package.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import importlib.util
 import os
 import re
 import sys
+import threading
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,9 +32,9 @@ from common.disk_cache import default_folder
 from common.errors import ProgramError, UserError
 
 WALKS = "docs/extending.md"
-GROUP = "resnet_mxnet.plugins"  # the entry points of installed plug-ins
-# In a run's folder: copies of its plug-ins, each in a folder named by its digest. In the cache: an empty file for each
-# digest that the user has named.
+GROUP = "resnet_mxnet.plugins"  # the group of entry points by which installed packages offer plug-ins
+# A run's FOLDER holds copies of its plug-ins, each in a folder named by its digest. The cache's FOLDER holds an empty
+# file for each digest that the user has named.
 FOLDER = "plugins"
 _PIN = "#sha256="
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
@@ -48,18 +49,18 @@ class Registered(NamedTuple):
     made: Any  # the function, class or object
     file: str
     line: int  # 0: the whole file
-    record: str  # record of its plug-in; "" if the program itself has registered it
+    record: str  # record of the plug-in; "" if the program itself has registered the object
 
     @property
     def place(self) -> str:
-        """Its file and line, for messages."""
+        """The object's file and line, for messages."""
         return f"{self.file}:{self.line}" if self.line else self.file
 
 
 class _Loaded(NamedTuple):
     record: str
     content: bytes
-    is_named: bool  # whether the user named it in this call; otherwise a run's record did
+    is_named: bool  # True: the user named the plug-in in this call; False: a run's record named it
 
 
 class _DataFormat(NamedTuple):
@@ -69,26 +70,30 @@ class _DataFormat(NamedTuple):
 
 _registered: dict[tuple[str, str], Registered] = {}
 _reserved: dict[str, set[str]] = {}  # kind -> names that no plug-in may take
-_loaded: dict[str, _Loaded] = {}  # by the name of the file, or of the entry point
-_told: set[tuple[str, str]] = set()  # records whose difference has been reported
+_loaded: dict[str, _Loaded] = {}  # by the file name of the plug-in, or the name of its entry point
+_told: set[tuple[str, str]] = set()  # pairs of records whose difference has been reported already
 _loading: list[str] = []  # records of the plug-ins that are being executed
-_data_formats: dict[str, _DataFormat] = {}  # by the end of a file's name
+_lock = threading.RLock()
+_data_formats: dict[str, _DataFormat] = {}  # by the suffix of a file name
 
 
 # --- what is registered ---
 
 
 def register(kind: str, name: str, made: Any, key: str = "", data_file: str = "") -> None:
-    """Called by the decorators. `key` identifies objects that are never chosen by name, so that several plug-ins may
-    use the same name. `data_file`: the file that has it, if it comes from data instead of code. Raises UserError for an
-    invalid name, or one that exists already."""
+    """Register an object; the decorators call this function. `key` identifies objects that are never chosen by name, so
+    that several plug-ins may use the same name. `data_file`: the file that contains the object, if it is data instead
+    of code. Raises UserError if the name is invalid or already taken.
+    """
     file, line = (data_file, 0) if data_file else _caller()
     if not is_name(name):
         raise fault(f"{name!r} is not a valid name for a {kind}: give letters, digits, '_', '-' and '.'")
     record = _loading[-1] if _loading else ""
     key = f"{record} {key}" if key else name
     before = _registered.get((kind, key))
-    if before and (record or before.record):  # a notebook cell may be run again
+    if before and before.record and _is_of_earlier_call(before.record):
+        _forget(before.record)
+    elif before and (record or before.record):  # a notebook cell may be run again
         raise fault(f"the {kind} {name!r} exists already, at {before.place}: give it another name")
     if name in _reserved.get(kind, ()):
         raise fault(f"the {kind} {name!r} exists already, in this program: give it another name")
@@ -96,21 +101,23 @@ def register(kind: str, name: str, made: Any, key: str = "", data_file: str = ""
 
 
 def is_name(name: str) -> bool:
-    """Whether something may be registered under that name."""
+    """Whether the name is valid for a registered object."""
     return bool(_NAME.fullmatch(name))
 
 
 def fault(sentence: str) -> UserError:
-    """The error of a decorator, with the file and line where it stands."""
+    """The error of a decorator, with the file and line of the decorator."""
     file, line = _caller()
     return UserError(f"{file}:{line}: {sentence}")
 
 
 def add_data_format(ending: str, register_content: Callable[[str, bytes], None],
                     read: Callable[[Path], bytes] = Path.read_bytes) -> None:
-    """Plug-ins whose files end so are data: `register_content`, called with the path and the content of such a file,
-    registers what it has. Nothing of the file is executed. `read` gives the content, with all that it needs of other
-    files; it may raise OSError and UserError."""
+    """Declare that files ending in `ending` are data, which is never executed.
+
+    `register_content` is called with the path and the content of a file, and registers the objects in the content.
+    `read` returns the content, including everything needed from other files, and may raise OSError and UserError.
+    """
     _data_formats[ending] = _DataFormat(register_content, read)
 
 
@@ -130,8 +137,9 @@ def find(kind: str, name: str) -> Registered | None:
 
 
 def get(kind: str, name: str, own: Sequence[str] = ()) -> Registered:
-    """Like `find`, but raises UserError, with the nearest name, if there is none. `own`: names that this program has
-    itself."""
+    """Like `find`, but raises UserError, with the nearest name, if no object has the name. `own`: names that the
+    program itself defines.
+    """
     found = find(kind, name)
     if not found:
         known = [*own, *names(kind)]
@@ -154,7 +162,9 @@ def has(kind: str, name: str, records: Sequence[str]) -> bool:
 
 
 def call(each: Registered, *arguments: Any, what: Callable[..., Any] | None = None) -> Any:
-    """Call a registered object, or its method `what`. An exception becomes a UserError with its file and line."""
+    """Call a registered object, or its method `what`. An exception becomes a UserError with the file and line that
+    raised it.
+    """
     try:
         return (what or each.made)(*arguments)
     except ProgramError:
@@ -172,7 +182,9 @@ def _caller() -> tuple[str, int]:
 
 
 def _where(error: BaseException, file: str) -> str:
-    """The last line of `file` that an exception has passed through; without one, the line that raised it."""
+    """The last line of `file` in an exception's traceback; the line that raised the exception if `file` is not in the
+    traceback.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     frame = ([frame for frame in frames if frame.filename == file] or frames)[-1]
     return f"{frame.filename}:{frame.lineno}"
@@ -199,9 +211,10 @@ def load(words: Sequence[str]) -> tuple[str, ...]:
         if digest and digest != _parts(record)[1]:
             raise UserError(f"the {_word(file)} {file} has changed: its sha256 is {_parts(record)[1][:8]}..., not "
                             f"{digest[:8]}...; give --plugin {file} to use it as it is now")
-        if twin := next((each for each in records if name_of(each) == name_of(record) and each != record), ""):
-            raise UserError(f"the plug-ins {_parts(twin)[0]} and {file} have the same name, but a run finds them by "
-                            "name: rename one of the two files")
+        twin = _loaded.get(name_of(record))
+        if twin and twin.is_named and not {*_parts(twin.record)} & {*_parts(record)}:
+            raise UserError(f"the {_word(record)}s {_parts(twin.record)[0]} and {file} have the same name, but a run "
+                            "finds them by name: rename one of the two files")
         _load(record, content, execute, is_named=True)
         _remember(record)
         records.append(record)
@@ -215,8 +228,17 @@ def begin_call() -> None:
 
 
 @contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Inside, no other thread is here, which could load a plug-in with the same names."""
+    with _lock:
+        yield
+
+
+@contextlib.contextmanager
 def forgotten() -> Iterator[None]:
-    """What is loaded inside is forgotten at the end, so that the plug-ins of one training do not meet another's."""
+    """Forget, at the end of the block, all plug-ins loaded inside it, so that one training does not see the plug-ins of
+    another.
+    """
     registered, loaded = dict(_registered), dict(_loaded)
     try:
         yield
@@ -228,30 +250,27 @@ def forgotten() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def known_again(registered: Registered | None) -> Iterator[None]:
-    """Inside, an object has its name again, which another one of the same name may have taken since."""
-    if registered is None:
-        yield
-        return
-    key = registered.kind, registered.name
-    now = _registered.get(key)
-    _registered[key] = registered
-    try:
-        yield
-    finally:
-        if now:
-            _registered[key] = now
-        else:
-            del _registered[key]
+def known_again(found: Iterable[Registered | None]) -> Iterator[None]:
+    """Give registered objects their names back inside the block: other objects of these names may have replaced them
+    since. None stands for an object that no plug-in has.
+    """
+    with alone():
+        now = dict(_registered)
+        _registered.update({(each.kind, each.name): each for each in found if each})
+        try:
+            yield
+        finally:
+            _registered.clear()
+            _registered.update(now)
 
 
 def restore(records: Sequence[str], place: str, run_folder: str = "",
             is_enough: Callable[[], bool] = lambda: False) -> None:
-    """Load the plug-ins recorded by a run or checkpoint at `place`, until there `is_enough`. A plug-in that the user
-    has named replaces a recorded one with the same file name; a difference between them is reported.
+    """Load the plug-ins recorded by a run or checkpoint at `place`, until `is_enough()` is true. A plug-in that the
+    user has named replaces a recorded plug-in with the same file name; a difference between the two is reported.
 
-    If a plug-in's file is missing or has changed, its copy in `run_folder` is executed, and this is reported. Raises
-    UserError if the copy is missing too, or if the user of this account has never named this content.
+    If a plug-in's file is missing or has changed, its copy in `run_folder` is executed, and a message reports this.
+    Raises UserError if the copy is missing too, or if the user of this account has never named this content.
     """
     for record in records:
         loaded = _loaded.get(name_of(record))
@@ -266,7 +285,7 @@ def restore(records: Sequence[str], place: str, run_folder: str = "",
 
 
 def together(recorded: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:
-    """The plug-ins of a run: the recorded ones, replaced by the given ones with equal file names."""
+    """The plug-ins of a run: a given plug-in replaces the recorded plug-in with the same file name."""
     return tuple({name_of(record): record for record in (*recorded, *given)}.values())
 
 
@@ -296,7 +315,7 @@ def _copy(record: str, run_folder: str | Path) -> Path:
 
 
 def _parts(record: str) -> tuple[str, str]:
-    """File and digest of a record; "" for a file that is not pinned."""
+    """File and digest of a record; the digest is "" for a file without a recorded digest."""
     file, pin, digest = record.rpartition(_PIN)
     return (file, digest) if pin else (record, "")
 
@@ -332,10 +351,11 @@ def _found(word: str) -> tuple[str, bytes, Callable[[], None]]:
 
 
 def _recorded(record: str, place: str, run_folder: str) -> tuple[str, bytes, Callable[[], None]]:
-    """A recorded plug-in: where its recorded content is now, the content, and the function that executes it.
+    """Find a recorded plug-in. Returns the current place of its recorded content, the content, and the function that
+    executes it.
 
-    Raises UserError if it no longer exists, or if the user of this account has never named a plug-in with this content:
-    a run folder received from somebody else may contain anything.
+    Raises UserError if the content no longer exists, or if the user of this account has never named a plug-in with this
+    content: a run folder from somebody else may contain any code.
     """
     file, _ = _parts(record)
     copy = str(_copy(record, run_folder)) if run_folder else ""
@@ -343,7 +363,7 @@ def _recorded(record: str, place: str, run_folder: str) -> tuple[str, bytes, Cal
     for candidate in [file] * is_there + [copy] * os.path.isfile(copy):
         try:
             found, content, execute = _found(candidate)
-        except UserError:  # such as a network file whose weights, in another file, are gone
+        except UserError:  # for example, the other file with the weights of a network file is gone
             if candidate != copy and os.path.isfile(copy):
                 continue
             raise
@@ -366,7 +386,7 @@ def _is_data(record: str) -> bool:
 
 
 def _word(record: str) -> str:
-    """What messages call it."""
+    """The plug-in's name in messages."""
     return "network file" if _is_data(record) else "plug-in"
 
 
@@ -377,7 +397,9 @@ def _is_known(record: str) -> bool:
 
 
 def _remember(record: str) -> None:
-    """Remember that the user has named this content. If it cannot be stored, the user must name it again."""
+    """Remember that the user has named this content. If that cannot be stored, the user must name the content again
+    next time.
+    """
     if folder := default_folder():
         with contextlib.suppress(OSError):
             (folder / FOLDER).mkdir(parents=True, exist_ok=True)
@@ -385,14 +407,14 @@ def _remember(record: str) -> None:
 
 
 def _load(record: str, content: bytes, execute: Callable[[], None], is_named: bool) -> None:
-    """Execute a plug-in that is not loaded yet; replaces a loaded one with the same name. Raises UserError."""
+    """Execute a plug-in that is not loaded yet. It replaces a loaded plug-in with the same name. Raises UserError."""
     name = name_of(record)
     if name in _loaded and _loaded[name].record == record:
         _loaded[name] = _loaded[name]._replace(is_named=is_named or _loaded[name].is_named)
         return
-    before = dict(_registered)
-    for key in [key for key, each in _registered.items() if name in _loaded and each.record == _loaded[name].record]:
-        del _registered[key]
+    before, loaded_before = dict(_registered), dict(_loaded)
+    if name in _loaded:
+        _forget(_loaded[name].record)
     _loading.append(record)
     try:
         execute()
@@ -402,16 +424,30 @@ def _load(record: str, content: bytes, execute: Callable[[], None], is_named: bo
     except BaseException:
         _registered.clear()
         _registered.update(before)
+        _loaded.update(loaded_before)
         raise
     finally:
         _loading.pop()
     _loaded[name] = _Loaded(record, content, is_named)
 
 
+def _is_of_earlier_call(record: str) -> bool:
+    """Whether a plug-in is there only because an earlier call of this process, or another run, has loaded it."""
+    loaded = _loaded.get(name_of(record))
+    return bool(loaded and loaded.record == record and not loaded.is_named)
+
+
+def _forget(record: str) -> None:
+    """Undo the loading of a plug-in."""
+    for key in [key for key, each in _registered.items() if each.record == record]:
+        del _registered[key]
+    del _loaded[name_of(record)]
+
+
 def _execute(file: str, content: bytes) -> None:
     module = types.ModuleType(f"plugin_{re.sub(r'[^0-9A-Za-z_]', '_', Path(file).stem)}")
     module.__file__ = file
-    sys.modules[module.__name__] = module  # dataclasses look up their module there
+    sys.modules[module.__name__] = module  # dataclasses look up their module in sys.modules
     with _named_failure(file):
         exec(_compiled(content, file), vars(module))
 
@@ -419,13 +455,14 @@ def _execute(file: str, content: bytes) -> None:
 def _compiled(content: bytes, file: str) -> types.CodeType:
     try:
         return compile(content, file, "exec")
-    except ValueError as error:  # null bytes; from Python 3.12 on they are a SyntaxError
+    except ValueError as error:  # the source has null bytes; from Python 3.12 on they raise a SyntaxError
         raise SyntaxError(str(error), (file, 1, None, None)) from None
 
 
 def _import(entry: importlib.metadata.EntryPoint) -> None:
     for name in [entry.module, *(name for name in sys.modules if name.startswith(f"{entry.module}."))]:
-        sys.modules.pop(name, None)  # otherwise a module that is imported already would register nothing
+        # a module that is already imported would otherwise not be executed, and register nothing
+        sys.modules.pop(name, None)
     with _named_failure(entry.module):
         entry.load()
 
@@ -453,13 +490,13 @@ def _named_failure(file: str) -> Iterator[None]:
 
 
 def _tell_of_change(recorded: str, named: str, place: str) -> None:
-    """Report, once, that a plug-in that the user has named differs from the recorded one."""
+    """Report, once, that the plug-in that the user has named differs from the recorded plug-in."""
     if _parts(named)[1] != _parts(recorded)[1] and (recorded, named) not in _told:
         _told.add((recorded, named))
         _tell(f"the {_word(named)} {brief(named)} is used, although {place} was made with {brief(recorded)}")
 
 
 def _tell(sentence: str) -> None:
-    """Print it once, not in each process of a run."""
+    """Print the sentence in one process only, not in each process of a run."""
     if os.environ.get("HOROVOD_RANK", "0") == "0":
         print(sentence, file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
-"""The programs' names: how users start them, and how programs start each other.
+"""Names of the programs, for users who start programs and for programs that start each other.
 
-A checkout has `python -m train`, `python -m pipelines` and so on, and scripts. An installed package also has the
-console command `resnet-mxnet`, which starts any of them. The code names programs as in a checkout; help and messages
-use the name that the user has typed (`as_typed`).
+In a checkout, programs are started as `python -m train`, `python -m pipelines` and so on, or as scripts. An installed
+package also has the console command `resnet-mxnet`, which starts any program. The code uses the names of a checkout;
+help texts and messages show the form that the user has typed (`as_typed`).
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from typing import NamedTuple
 
 PACKAGES = ("common", "train", "gpu_report", "pipelines", "graph_passes", "resnet_mxnet")
 CONSOLE_COMMAND = "resnet-mxnet"
-# Environment variable: the path of the console command. Set in its process and inherited by child processes.
+# Environment variable with the path of the console command; set by the console command, and inherited by child
+# processes.
 CALLED_AS = "RESNET_CALLED_AS"
 
-TRAIN = "train"  # its commands are also commands of the console command: `resnet-mxnet predict`
+TRAIN = "train"  # the console command also has the commands of this program: `resnet-mxnet predict`
 LAUNCH, MULTI_HOST, REPORT = "train.processes.launch", "train.processes.multi_host", "train.report.page"
-GUARD = "train.processes.guard"  # not for users, so it goes by its module's name
+GUARD = "train.processes.guard"  # users never start this program, so its name is its module
 
 
 class Program(NamedTuple):
-    """A program under the console command: `resnet-mxnet WORD`."""
+    """A program that the console command starts as `resnet-mxnet WORD`."""
 
     word: str
     summary: str
-    script: str = ""  # its script in a checkout, if it is not started as `python -m MODULE`
+    script: str = ""  # the program's script in a checkout, if users do not start it as `python -m MODULE`
 
 
 PROGRAMS = {  # module -> program
@@ -45,7 +46,7 @@ PROGRAMS = {  # module -> program
 _SPELLINGS = {f"python -m {TRAIN}": CONSOLE_COMMAND} | {
     spelling: f"{CONSOLE_COMMAND} {program.word}" for module, program in PROGRAMS.items()
     for spelling in (f"python -m {module}", program.script) if spelling}
-# The lookahead rejects a match that is only the beginning of a longer module name.
+# The lookahead rejects a module name that continues after the match.
 _SPELLING = re.compile(f"(?:{'|'.join(map(re.escape, sorted(_SPELLINGS, key=len, reverse=True)))})(?![\\w.]\\w)")
 
 
@@ -55,14 +56,16 @@ def is_console() -> bool:
 
 
 def as_typed(text: str) -> str:
-    """If the user has started the console command, replace `python -m MODULE` and script names by its commands."""
+    """Replace `python -m MODULE` and script names by commands of the console command, if the user has started that."""
     if not is_console():
         return text
     return _SPELLING.sub(lambda match: _SPELLINGS[match[0]], text)
 
 
 def start_of(module: str) -> str:
-    """The shell command that starts a program, with its full path where the user's shell would not find it by name."""
+    """The shell command that starts a program. The command has its full path if the user's shell would not find it by
+    name.
+    """
     if is_console():
         command = _in_shell(os.environ[CALLED_AS], CONSOLE_COMMAND)
         return command if module == TRAIN else f"{command} {PROGRAMS[module].word}"
@@ -70,20 +73,22 @@ def start_of(module: str) -> str:
 
 
 def summaries() -> dict[str, str]:
-    """Help lines of the console command's other programs, by word; empty if the user has not started it."""
+    """One help line for each of the console command's other programs, by word. Empty if the user has not started the
+    console command.
+    """
     return {program.word: program.summary for program in PROGRAMS.values()} if is_console() else {}
 
 
 def own_process(*words: str) -> list[str]:
-    """The command line that starts one of our programs in a new process; `words` as after `resnet-mxnet`.
+    """The command line that starts a program of this project in a new process. `words`: the words after `resnet-mxnet`.
 
-    It runs `-m resnet_mxnet`, because `python -m train` would prefer a `train.py` in the working folder.
+    The command line uses `-m resnet_mxnet`, because `python -m train` would prefer a `train.py` in the working folder.
     """
     return [sys.executable, *(f"-W{option}" for option in sys.warnoptions), "-m", "resnet_mxnet", *words]
 
 
 def words_of(command: Sequence[str]) -> Sequence[str]:
-    """The `words` of a command that `own_process` made."""
+    """The `words` from which `own_process` made a command."""
     return command[_place(command) + 2:]
 
 
@@ -97,7 +102,7 @@ def _place(command: Sequence[str]) -> int:
 
 
 def _in_shell(path: str, name: str) -> str:
-    """The program's name if the shell finds `path` by it, otherwise its path."""
+    """`name` if the shell finds `path` under this name, otherwise `path`."""
     if shutil.which(name) == path:
         return name
     return shlex.quote(os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path)

@@ -1,4 +1,4 @@
-"""Keeps lines off standard error that libraries write there."""
+"""Drops unwanted lines that libraries write to standard error."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 
-# Called before file descriptor 2 changes, to pass on what libraries have written and what is still on its way there.
+# Functions called before file descriptor 2 changes. They flush text that libraries have written but that has not
+# reached the descriptor.
 on_their_way: list[Callable[[], None]] = []
 
 
 @contextlib.contextmanager
 def without_lines(unwanted: re.Pattern[bytes]) -> Iterator[None]:
-    """Inside, lines on standard error that match `unwanted` are dropped, also those that libraries write by file
-    descriptor. All other lines appear at the end of the block."""
+    """Drop the lines on standard error that match `unwanted`, inside the block, including lines that libraries write to
+    the file descriptor. All other lines appear at the end of the block.
+    """
     _flush()
     stderr = os.dup(2)
     with tempfile.TemporaryFile() as caught:

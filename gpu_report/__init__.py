@@ -1,5 +1,5 @@
-"""The report of `python -m train gpu-report`: a GPU's speed and cost, by the figures that buyers compare.
+"""The report of `python -m train gpu-report`: a GPU's speed and cost, in figures that buyers compare.
 
-`figures.py` defines a figure and the file that holds them. `section.py` defines what a section receives. Each section
-is a module with one function, `measure`.
+`figures.py` defines a figure and the file of figures. `section.py` defines `Bench`, the argument of each section. Each
+section is a module with one function, `measure`.
 """

@@ -33,11 +33,12 @@ from train.processes.invocation import command_line
 from train.processes.signals import ending_with
 from train.recording.gpu_monitor import GpuMonitor
 
-# Section (a module of gpu_report) -> its part of --minutes. Inference chooses kernels for each batch size and
-# precision, which takes more than ten minutes in all; it gets the time that the other sections leave.
+# Section (a module of gpu_report) -> the section's share of --minutes. Inference chooses kernels for each batch size
+# and precision, which takes more than ten minutes in all, so inference also gets the time that the other sections leave
+# unused.
 SECTIONS = {"kernels": 0.2, "recurrent": 0.1, "cost": 0.1, "training": 0.45, "inference": 0.15}
-OF_COST = ("data", *cost.COUNTED_BY)  # options of the section cost only
-# seconds of measuring the load, and the share in use below which a machine counts as idle
+OF_COST = ("data", *cost.COUNTED_BY)  # options that only the section cost reads
+# seconds for which the machine's load is measured; share of the machine in use below which it counts as idle
 LOOK_SECONDS, LITTLE = 0.3, 0.25
 FOLDER, COMPARISON_FOLDER = Path("runs/gpu_report"), Path("runs/gpu_comparison")
 
@@ -45,7 +46,7 @@ FOLDER, COMPARISON_FOLDER = Path("runs/gpu_report"), Path("runs/gpu_comparison")
 def main(values: Mapping[str, Any]) -> None:
     """Run the command: measure and write a report, or compare reports. Raises UserError and StoppedBySignal."""
     wanted = part_of(GpuReportOptions, values)
-    wanted = replace(wanted, sections=tuple(dict.fromkeys(wanted.sections)))  # without repetitions
+    wanted = replace(wanted, sections=tuple(dict.fromkeys(wanted.sections)))  # without duplicates
     with ending_with("stopped: repeat the command to resume"):
         if wanted.compare:
             _compare(wanted, values)
@@ -59,7 +60,7 @@ def _report(wanted: GpuReportOptions, values: Mapping[str, Any]) -> None:
             raise TrainError(f"{option_name(name)} belongs to the section cost, which is not in --sections: leave it "
                              "out, or add cost to --sections")
     if wanted.data:
-        cost.check_data(wanted.data)  # before the measurements, which take minutes
+        cost.check_data(wanted.data)  # checked before the measurements, which take minutes
     placement = devices.choose(Config(device=wanted.device), local_rank=0)
     if placement.note:
         print(placement.note, flush=True)
@@ -75,7 +76,9 @@ def _report(wanted: GpuReportOptions, values: Mapping[str, Any]) -> None:
 
 
 def _busy(placement: Placement) -> str:
-    """The share of this machine that is in use before the measurements, in words; "" if it is small."""
+    """A sentence with the share of this machine that other programs use before the measurements; "" if the share is
+    small.
+    """
     monitor = None
     if placement.executor == "cuda":
         monitor = GpuMonitor(Gpu(parse_device(placement.device)[1]).device.pci_bus_id)
@@ -90,9 +93,11 @@ def _busy(placement: Placement) -> str:
 
 def _measure(wanted: GpuReportOptions, values: Mapping[str, Any], placement: Placement, folder: Path,
              busy: str) -> None:
-    """Resume the report in the folder, or begin a new one. `busy`: what other programs use of the machine."""
-    # An option of the section cost was given: time and cost are counted again from the existing run. Options that were
-    # given earlier and not now keep their values.
+    """Resume the report in the folder, or begin a new one. `busy`: a sentence about other programs' use of the machine;
+    see `_busy`.
+    """
+    # If an option of the section cost is given, time and cost are computed again from the existing run. Options of an
+    # earlier start that are not given now keep their values.
     counts_cost_again = not values.keys().isdisjoint(OF_COST)
     report, done = _begun(folder, placement, set(wanted.sections), counts_cost_again)
     if counts_cost_again and "cost" in report.sections:
@@ -102,7 +107,7 @@ def _measure(wanted: GpuReportOptions, values: Mapping[str, Any], placement: Pla
         sentence = (f"Other programs used {busy} at the start on {shown(_now())}: figures measured then may be too "
                     "slow.")
         report = replace(report, about={**report.about, "beside": [*report.beside, sentence]})
-    report.write(folder / FILE)  # fails now, not after minutes, if the folder cannot be written
+    report.write(folder / FILE)  # an unwritable folder fails here, not after minutes of measuring
     ends_at = time.monotonic() + 60 * wanted.minutes
     for number, name in enumerate(wanted.sections, start=1):
         if name in done:
@@ -111,14 +116,14 @@ def _measure(wanted: GpuReportOptions, values: Mapping[str, Any], placement: Pla
         print(f"== {name} ({number} of {len(wanted.sections)})", flush=True)
         ahead = sum(SECTIONS[each] for each in wanted.sections[number - 1 :] if each not in done)
         left = max(0.0, ends_at - time.monotonic())
-        seconds = left * SECTIONS[name] / ahead  # unused time of earlier sections is shared among the rest
+        seconds = left * SECTIONS[name] / ahead  # the remaining sections share the unused time of earlier ones
         bench = Bench(placement, report.device, folder, seconds, wanted.data, wanted.target_accuracy,
                       wanted.price_per_hour, report.sections.get(name, Section(())),
                       save=partial(_write, report, folder, name))
         try:
             section = importlib.import_module(f"gpu_report.{name}").measure(bench)
-        except BaseException:  # also for a signal
-            bench.keep()  # writes which figures are left out, and why
+        except BaseException:  # BaseException includes signals
+            bench.keep()  # writes the list of missing figures, with reasons
             raise
         earlier = bench.begun.seconds
         print(f"== {name}: {section.seconds - earlier:.0f} s{f', {earlier:.0f} s before' * bool(earlier)}", flush=True)
@@ -135,16 +140,16 @@ def _write(report: Report, folder: Path, name: str, section: Section) -> Report:
 
 
 def _done(report: Report) -> set[str]:
-    """The sections that are complete, so that another start would measure nothing more."""
+    """The sections that are complete: another start would measure nothing more in them."""
     return {name for name, section in report.sections.items() if section.figures and section.complete}
 
 
 def _begun(folder: Path, placement: Placement, sections: set[str], counts_cost_again: bool) -> tuple[Report, set[str]]:
     """The report in the folder, or a new empty one, and the names of its complete sections.
 
-    The report's commands (one per line) and date get those of this start, if this start will add to it. Raises
-    UserError if the report cannot be resumed, or if there is something to measure and the report is of another device
-    or commit, or of other library versions.
+    If this start will add figures, its command is added to the report's commands (one per line), and its date becomes
+    the report's date. Raises UserError if the report cannot be resumed, or if figures are missing and the report
+    belongs to another device or commit, or to other library versions.
     """
     hardware = environment.hardware()
     device = hardware["gpus"][0] if placement.device.startswith("gpu") else hardware["cpu"]
@@ -189,8 +194,7 @@ def _now() -> str:
 
 
 def _check_pages(folder: Path, name: str) -> None:
-    """Raise TrainError if the folder has pages of this name that another program wrote and that would be
-    overwritten."""
+    """Raise TrainError if the folder has pages of this name that another program wrote: they would be overwritten."""
     for page in (f"{name}.md", f"{name}.html"):
         if (folder / page).exists() and not (folder / f"{name}.json").exists():
             raise TrainError(f"{folder} has a {page} that this command did not write (there is no {name}.json beside "

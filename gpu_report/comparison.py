@@ -1,4 +1,5 @@
-"""GPU reports side by side: comparison.md, comparison.html, comparison.json and a plot, with ratios to the first.
+"""Compares GPU reports: writes comparison.md, comparison.html, comparison.json and a plot, with ratios to the first
+report.
 
 Two figures are compared if they agree in section, kernel or network, size and precision. Published tables often use
 another batch size than a report, so the best figure over all batch sizes is compared too, as articles on GPUs do.
@@ -49,7 +50,7 @@ def write(folder: Path, reports: Sequence[Report]) -> None:
 
 
 def rows_of(reports: Sequence[Report]) -> list[Row]:
-    """The figures that at least two reports have, in the order of the first report that has each."""
+    """The figures that at least two reports have, in the order in which the reports first show them."""
     found = [{**report.figures(), **best_of_batches(report)} for report in reports]
     keys = dict.fromkeys(key for figures in found for key in figures)
     rows = [(key, [figures.get(key) for figures in found]) for key in keys if key.unit != "top-1 %"]
@@ -57,7 +58,7 @@ def rows_of(reports: Sequence[Report]) -> list[Row]:
 
 
 def _is_said_twice(row: Row, keys: Collection[Key]) -> bool:
-    """Whether the row repeats another one: the best batch, if only one batch size was measured."""
+    """Whether the row repeats another row: the row of the best batch does, if only one batch size was measured."""
     return row[0].size == BEST and sum(key._replace(size=BEST) == row[0] for key in keys) == 2
 
 
@@ -73,14 +74,15 @@ def best_of_batches(report: Report) -> dict[Key, Figure]:
 
 
 def ratio(key: Key, figure: Figure | None, base: Figure | None) -> float:
-    """How many times as good as `base` the figure is; NaN if one of the two is missing."""
+    """The ratio of `figure` to `base`, where more than 1 means better. NaN if one of the two is missing."""
     if figure is None or base is None:
         return math.nan
     return base.value / figure.value if key.unit in LESS_IS_BETTER else figure.value / base.value
 
 
 def summary(rows: Sequence[Row], num_reports: int) -> dict[str, list[float]]:
-    """Geometric means of the ratios to the first report, by section, kind and precision; NaN without any ratio."""
+    """Geometric means of the ratios to the first report, by section, kind and precision; NaN if a group has no ratio.
+    """
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for key, figures in rows:
         if figures[0] is not None:
@@ -94,7 +96,9 @@ def summary(rows: Sequence[Row], num_reports: int) -> dict[str, list[float]]:
 
 
 def _kind(key: Key) -> str:
-    """The group in the plot: each network is its own, all sizes of a kernel share one, prices are apart from times."""
+    """The figure's group in the plot: each network has its own group, all sizes of a kernel share a group, and prices
+    are separate from times.
+    """
     if key.unit == PRICE:
         return f"{key.what}, {PRICE}"
     return f"{key.what}, {key.size}" if key.size == BEST else key.what
@@ -113,7 +117,9 @@ def _geometric_mean(values: Sequence[float]) -> float:
 
 
 def _names(reports: Sequence[Report]) -> list[str]:
-    """Names of the devices. Reports with equal device names are told apart by commit, or else by position."""
+    """Names of the reports' devices. Reports with equal device names get their commit, or else their position, as a
+    suffix.
+    """
     names = [report.device for report in reports]
     commits = [str(report.about.get("commit") or "")[:7] for report in reports]
     for marks in (commits, [str(place) for place in range(1, len(reports) + 1)]):
@@ -154,7 +160,7 @@ def _times(value: float) -> str:
 
 
 def _missing(reports: Sequence[Report], devices: Sequence[str]) -> list[Block]:
-    """A note on each section that is in one report and missing from another."""
+    """A note on each section that is in one report and missing in another."""
     measured = [[name for name, section in report.sections.items() if section.figures] for report in reports]
     names = dict.fromkeys(itertools.chain.from_iterable(measured))
     rows = [(device, ", ".join(missing)) for device, own in zip(devices, measured, strict=True)
@@ -163,7 +169,7 @@ def _missing(reports: Sequence[Report], devices: Sequence[str]) -> list[Block]:
 
 
 def _source(report: Report) -> str:
-    """Where a report's figures come from: a source, or date, commit and command."""
+    """The origin of a report's figures: a source for published figures, otherwise date, commit and command."""
     urls = dict.fromkeys(figure.source for section in report.sections.values() for figure in section.figures
                          if figure.source)
     if urls:

@@ -1,8 +1,9 @@
-"""Section cost: time and money to an accuracy on CIFAR-10, by a whole run of `python -m train` as a user starts it.
+"""Section cost: time and money until CIFAR-10 reaches an accuracy, from a whole run of `python -m train` as a user
+starts it.
 
-On a CPU the run trains on the built-in sample set, which takes a minute. The time counts from the first step to the end
-of a validation. It includes everything between except the writing of checkpoints and the steps that a kill has made the
-run repeat. The start-up of the program, which chooses kernels, is reported separately.
+On a CPU the run trains on the built-in sample set, which takes a minute. The time runs from the first step to the end
+of a validation. Two parts are excluded: writing checkpoints, and steps that the run repeats after a kill. The start-up
+of the program, which chooses kernels, is reported separately.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ class Recipe:
 CIFAR10 = Recipe("CIFAR-10, ResNet-18, 128 pixels", "cifar10_resnet18", 18, 0.88)
 SAMPLE = Recipe("sample set, ResNet-50, 32 pixels", "cpu_sample", 3, 0.5)
 
-LEAST_SECONDS = 30.0  # the run is not begun with less time left; it takes longer, a minute or two on a CPU
+LEAST_SECONDS = 30.0  # seconds left below which the run is not begun; the run itself takes a minute or two on a CPU
 RUN_FOLDER = "cost_run"  # inside the report's folder
-WHOLE_RUN = "the whole run"  # the size of the figure that every run gives
-COUNTED_BY = ("target_accuracy", "price_per_hour")  # options that the figure WHOLE_RUN records
+WHOLE_RUN = "the whole run"  # `size` of the figure that every run has
+COUNTED_BY = ("target_accuracy", "price_per_hour")  # options whose values the figure WHOLE_RUN records
 CIFAR10_IMAGES, CIFAR10_CLASSES = {"train": 50_000, "val": 10_000}, 10
 
 
 def check_data(data: str) -> None:
-    """Check that the data has as many images and classes as CIFAR-10, whose name the figures carry.
+    """Check that the data has as many images and classes as CIFAR-10, because the figures are labelled CIFAR-10.
 
     Raises:
         DataError: there are no images, or they cannot be read.
@@ -67,7 +68,8 @@ def check_data(data: str) -> None:
 
 
 def measure(bench: Bench) -> Section:
-    """Do or resume the run. If it is complete, only count time and price again, for a new target or price."""
+    """Train, or resume the run. If the run is complete, only compute time and price again, for a new target or price.
+    """
     if bench.on_gpu and not bench.data:
         bench.leave_out("time and cost to accuracy", "CIFAR-10 is missing: give its path with --data "
                                                      "(docs/data.md)")
@@ -79,8 +81,9 @@ def measure(bench: Bench) -> Section:
     config = _config(bench, recipe)
     launched = time.time()
     run_training(config, folder)
-    startup = (folder / CONFIG_FILE).stat().st_mtime - launched  # the configuration is written once everything is built
-    if startup < 0:  # a run that was complete already has not been started now
+    # the run writes its configuration as soon as everything is built
+    startup = (folder / CONFIG_FILE).stat().st_mtime - launched
+    if startup < 0:  # the run was complete before, so this process has not started it
         startup = max((figure.more.get("startup_seconds", 0.0) for figure in bench.figures), default=0.0)
     bench.figures = []
     precision = "fp16" if bench.on_gpu and bench.placement.executor == "cuda" else "fp32"
@@ -90,7 +93,9 @@ def measure(bench: Bench) -> Section:
 
 
 def given_before(folder: Path, section: Section) -> dict[str, Any]:
-    """The options with which an earlier start counted this section: --data and COUNTED_BY, by name, if given."""
+    """The options --data and COUNTED_BY of the earlier start that computed this section's figures, by name; only
+    options that were given.
+    """
     whole = [figure for figure in section.figures if (figure.size, figure.unit) == (WHOLE_RUN, "s")]
     found = {name: figure.more[name] for figure in whole for name in COUNTED_BY if name in figure.more}
     config_file = folder / RUN_FOLDER / CONFIG_FILE
@@ -101,7 +106,7 @@ def given_before(folder: Path, section: Section) -> dict[str, Any]:
 
 
 class Validation(NamedTuple):
-    """The validation after an epoch."""
+    """The result of the validation after an epoch."""
 
     epoch: int  # counted from 1
     seconds: float  # since the beginning of the first step
@@ -111,13 +116,13 @@ class Validation(NamedTuple):
 def validations(lines: Iterable[Mapping[str, Any]]) -> list[Validation]:
     """A run's validations, from the lines of its metrics.jsonl.
 
-    Steps that were repeated after a kill count once: a session that resumes from a checkpoint starts from the seconds
-    that had counted at that checkpoint.
+    Steps repeated after a kill count once: when a session resumes from a checkpoint, its clock starts with the seconds
+    counted up to that checkpoint.
     """
     found: dict[int, Validation] = {}
     left_out = 0.0  # seconds of the run that are not counted
-    step = 0  # the latest logged one; a checkpoint's is logged before its capture, which is its phase
-    counted: dict[int, float] = {}  # optimizer steps done -> seconds counted by then
+    step = 0  # the latest logged step; the step of a checkpoint is logged before the phase that captures the checkpoint
+    counted: dict[int, float] = {}  # number of optimizer steps done -> seconds counted up to that step
     is_first_session = True
     for line in lines:
         event = line["event"]
@@ -146,7 +151,7 @@ def _config(bench: Bench, recipe: Recipe) -> Config:
 def _figures(bench: Bench, recipe: Recipe, rows: Sequence[Validation], precision: str,
              startup: float) -> Iterator[Figure]:
     target = bench.target_accuracy or recipe.target_accuracy
-    percent = f"{100 * target:.10g}%"  # all digits: figures are compared only if their targets are equal
+    percent = f"{100 * target:.10g}%"  # with all digits, because figures are compared only if their targets are equal
     for epoch, seconds, top1 in rows:
         yield Figure(recipe.what, f"epoch {epoch}", precision, 100 * top1, "top-1 %", more={"seconds": seconds})
     reached = next((seconds for _, seconds, top1 in rows if top1 >= target), None)

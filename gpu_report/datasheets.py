@@ -21,7 +21,9 @@ class Datasheet:
 
 
 def _tensor_cores(fp32: float, tf32_sparse: float, fp16_sparse: float, fp8_sparse: float) -> dict[str, float]:
-    """TFLOP/s by precision, from a datasheet that states the tensor cores' figures with sparsity."""
+    """TFLOP/s by precision, without sparsity. The arguments are the datasheet's figures, which include sparsity for
+    tensor cores.
+    """
     fp16, fp8 = fp16_sparse / 2, fp8_sparse / 2
     return {"fp32": fp32, "tf32": tf32_sparse / 2, "fp16": fp16, "bf16": fp16, "fp8": fp8, "int8": fp8}
 
@@ -29,7 +31,7 @@ def _tensor_cores(fp32: float, tf32_sparse: float, fp16_sparse: float, fp8_spars
 _SXM, _NVL = _tensor_cores(67, 989, 1979, 3958), _tensor_cores(60, 835, 1671, 3341)  # Hopper
 _AMPERE = {"fp32": 19.5, "tf32": 156.0, "fp16": 312.0, "bf16": 312.0, "int8": 624.0}
 
-# A name that extends another one comes before it.
+# Longer names come before their own beginnings, because the first match counts.
 DATASHEETS = (
     Datasheet(("NVIDIA H200 NVL",), _NVL, 4800, "https://www.nvidia.com/en-us/data-center/h200/"),
     Datasheet(("NVIDIA H200",), _SXM, 4800, "https://www.nvidia.com/en-us/data-center/h200/"),
@@ -55,10 +57,10 @@ DATASHEETS = (
 
 
 def datasheet_of(device: str) -> Datasheet | None:
-    """The datasheet of a GPU, by the driver's name for it; None if it is not listed."""
+    """The datasheet of a GPU, found by the driver's name for the GPU; None if no datasheet is listed."""
     return next((sheet for sheet in DATASHEETS for name in sheet.names if _is(device, name)), None)
 
 
 def _is(device: str, name: str) -> bool:
-    """Whether the device is the GPU `name`, as a whole word: an L40 is not an L4."""
+    """Whether the device's name contains `name` as a whole word: an L40 is not an L4."""
     return device.startswith(name) and not device[len(name) :][:1].isalnum()

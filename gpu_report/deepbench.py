@@ -1,4 +1,5 @@
-"""Kernel sizes of DeepBench. From each of its groups only the ends and the middle, because all would take an hour.
+"""Kernel sizes of DeepBench. Each group of DeepBench is represented by its first, middle and last sizes, because all
+sizes would take an hour.
 
 Source: github.com/baidu-research/DeepBench, code/kernels/gemm_problems.h and conv_problems.h, training and server
 inference sets, at commits 0201198 and 1a81dcb.
@@ -52,7 +53,7 @@ class Convolution(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """FLOPs of the forward pass, and also of each of the two gradients."""
+        """FLOPs of the forward pass. Each of the two gradients needs the same number."""
         return 2 * self.n * self.out_height * self.out_width * self.k * self.c * self.filter_height * self.filter_width
 
     def __str__(self) -> str:

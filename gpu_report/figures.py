@@ -1,4 +1,4 @@
-"""The figures of a GPU report, and the file report.json, which stores them and which `--compare` reads."""
+"""The figures of a GPU report. The file report.json stores the figures, and `--compare` reads it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from common import files
 from common.errors import UserError
 
-NAME, VERSION = "gpu-report", 1  # of the file format; other versions are refused
+NAME, VERSION = "gpu-report", 1  # name and version of the file format; other versions are refused
 FILE = "report.json"
 PRICE = "price"  # a unit: the currency of --price-per-hour
 # Units in which less is better. In all other units more is better.
@@ -45,15 +45,12 @@ class Key(NamedTuple):
 class Figure:
     """One measured or published figure.
 
-    Args:
-        what: the kernel or network, such as "GEMM" or "ResNet-50, 224 pixels".
-        size: its size, such as "5124 x 9124 x 2560 TN" or "batch 256".
-        precision: one of PRECISIONS; "" if it has none.
-        value: in `unit`: ms, s, images/sec, GB/s, top-1 %, price.
-        error: standard error of the median divided by the median; None if unknown.
-        limit: what ended the timing before its error was under 1 %, in words; "" if nothing did.
-        more: further values by name, such as tflops, of_datasheet, memory_gib, joules_per_image.
-        source: the address of a published figure.
+    Args: what: the kernel or network, such as "GEMM" or "ResNet-50, 224 pixels". size: its size, such as "5124 x 9124 x
+        2560 TN" or "batch 256". precision: one of PRECISIONS; "" if it has none. value: in `unit`: ms, s, images/sec,
+        GB/s, top-1 %, price. error: standard error of the median divided by the median; None if unknown. limit: the
+        reason, in words, why the timing ended before its error was below 1 %; "" if the error is below 1 %. more:
+        further values by name, such as tflops, of_datasheet, memory_gib, joules_per_image. source: the address of a
+        published figure.
     """
 
     what: str
@@ -70,7 +67,8 @@ class Figure:
 @dataclass(frozen=True)
 class Section:
     """The figures of one section, and the seconds that it took. `notes`: one sentence for each figure that is left out,
-    with the reason. `complete`: False if figures are missing for lack of time, so that another start would add some."""
+    with the reason. `complete`: False if figures are missing for lack of time; another start would then add figures.
+    """
 
     figures: tuple[Figure, ...]
     notes: tuple[str, ...] = ()
@@ -80,8 +78,9 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """The figures of one device. `about`: hardware, versions, commit, command, date, and `beside`, a sentence for each
-    start while other programs ran; for published figures, a note."""
+    """The figures of one device. `about`: hardware, versions, commit, command, date, and `beside`, with a sentence for
+    each start during which other programs ran. For published figures `about` has a note.
+    """
 
     device: str
     sections: Mapping[str, Section]
@@ -107,8 +106,9 @@ class Report:
 
     @classmethod
     def read(cls, path: Path, way_out: str = "") -> Report:
-        """Read a report from its file or its folder. Raises UserError for a file that is not a report, or is one of
-        another version; `way_out`, if given, is the message's advice."""
+        """Read a report from its file or its folder. Raises UserError if the file is not a report, or is a report of
+        another version. `way_out`, if given, is the message's advice.
+        """
         def wrong(what: str, advice: str) -> UserError:
             return UserError(f"{what}: {way_out or advice}")
 
@@ -137,7 +137,9 @@ class Report:
 
 
 def _section(place: str, values: Any) -> Section:
-    """A section from its JSON values; `place` is its path in the file. Raises ValueError, as the functions below do."""
+    """A section from its JSON values; `place` is its path in the file. Raises ValueError if a value is wrong, like the
+    functions below.
+    """
     _checked(dict, place, values)
     figures = _checked(list, f"{place}.figures", values.get("figures"))
     notes = _checked(list, f"{place}.notes", values.get("notes", []))
@@ -180,7 +182,8 @@ def _name(place: str, value: Any, may_be_empty: bool = False) -> str:
     """A name, checked so that pages and plots can show it."""
     if not _checked(str, place, value) and not may_be_empty:
         raise ValueError(f"{place} is empty")
-    if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in value):  # controls, halves of surrogate pairs
+    # control characters and unpaired surrogates
+    if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in value):
         raise ValueError(f"{place} is {reprlib.repr(value)}, which has characters that cannot be shown")
     return value
 

@@ -18,12 +18,14 @@ from train.timing import PRECISION
 
 DEPTH = 50
 GPU_BATCHES, CPU_BATCHES = (1, 8, 32, 128, 256), (1, 8)
-SECONDS, CPU_SECONDS = 1.0, 4.0  # at least, for each of warm-up, latency and throughput of one point
+SECONDS, CPU_SECONDS = 1.0, 4.0  # minimum seconds for each part of a point: warm-up, latency, throughput
 
 
 def measure(bench: Bench) -> Section:
-    """Measure all precisions with the largest batch first, then with the others, so that the most important figures
-    exist if the time runs out. Points without time, and batches that do not fit into memory, are noted."""
+    """Measure all precisions, first with the largest batch, then with the other batch sizes. This order measures the
+    most important figures before the time may run out. A note names each point for which no time was left, and each
+    batch that does not fit into memory.
+    """
     config = Config(model=f"resnet{DEPTH}", image_size=IMAGE_SIZE)
     batches = GPU_BATCHES if bench.on_gpu else CPU_BATCHES
     measured = precisions(config, bench.placement, is_chosen=False)
@@ -37,14 +39,14 @@ def measure(bench: Bench) -> Section:
 
 
 def _measure(bench: Bench, precision: str, config: Config, missing: Sequence[int]) -> None:
-    """Measure the missing batch sizes of a precision, the smallest first, until the time is over."""
+    """Measure the missing batch sizes of a precision, the smallest first, until the section's time is over."""
     if not _has_time(bench, precision, missing):
         return
     bench.free_memory()
     seconds = SECONDS if bench.on_gpu else CPU_SECONDS
     reason = "there is no room for it in memory"
     try:
-        # it prints each point
+        # `sweep` prints each point
         with closing(sweep(precision, config, bench.placement, CLASSES, missing, seconds)) as points:
             for point in points:
                 bench.keep(_figure(point))
@@ -62,7 +64,7 @@ def _has_time(bench: Bench, precision: str, batches: Sequence[int]) -> bool:
 
 
 def _missing(bench: Bench, precision: str, batches: Sequence[int]) -> list[int]:
-    """The batch sizes that are not measured yet."""
+    """The batch sizes of `batches` that are not measured yet."""
     found = {figure.size for figure in bench.figures if figure.precision == precision}
     return [batch for batch in batches if _size(batch) not in found]
 

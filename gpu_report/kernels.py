@@ -1,8 +1,9 @@
 """Section kernels: matrix products and convolutions in DeepBench's sizes by precision, and copies.
 
-Operands are random and identical in each repetition, as in DeepBench, so small ones stay in the cache. A convolution's
-forward pass, its data gradient and its weight gradient are timed separately; "total" is their sum, as in DeepBench. In
-8 bits only the forward pass is timed, with bias and ReLU, as inference uses it.
+Operands are random and identical in each repetition, as in DeepBench, so small operands stay in the cache. A
+convolution's forward pass, its data gradient and its weight gradient are timed separately; "total" is their sum, as in
+DeepBench. In 8 bits only the forward pass is timed, with bias and ReLU, because inference computes all three in one
+kernel.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from gpu_report.figures import Figure, Section
 from gpu_report.section import Bench, Sampler, Task
 from train.timing import repeat
 
-WARM_UP_SECONDS = 1.0  # for a GPU, whose clock rises only under load; the copy is the first kernel
+WARM_UP_SECONDS = 1.0  # warm-up for a GPU, whose clock rises only under load; the copy is the first kernel to be timed
 PASSES = ("forward", "data gradient", "weight gradient")
 COPY, GEMM, CONVOLUTION, TOTAL = "copy", "GEMM", "convolution", "convolution, total"
 
@@ -35,7 +36,7 @@ class Machine(Protocol):
     """A device on which kernels are timed. Its samplers raise UserError for a kernel that the device cannot run."""
 
     precisions: tuple[str, ...]
-    copy_bytes: int  # bytes that a copy reads; it writes as many
+    copy_bytes: int  # bytes that a copy reads; a copy writes the same number of bytes
 
     def copy(self) -> Sampler: ...
 
@@ -47,12 +48,13 @@ class Machine(Protocol):
 
 
 def measure(bench: Bench) -> Section:
-    """Time all kernels. A kernel that the device lacks, or has no time for, is noted."""
+    """Time all kernels. A note names each kernel that the device lacks, and each kernel for which no time was left."""
     module = bench.machine_module("kernels")
     if module is None:
         return bench.found()
     sizes = (GEMMS, CONVOLUTIONS) if bench.on_gpu else (SMALL_GEMMS, SMALL_CONVOLUTIONS)
-    bench.figures = [figure for figure in bench.figures if figure.what != TOTAL]  # left there by an earlier start
+    # an earlier start may have left totals in the figures
+    bench.figures = [figure for figure in bench.figures if figure.what != TOTAL]
     with contextlib.closing(module.open_machine(bench.placement)) as machine:
         if not bench.has(COPY, "", ""):
             _measure_copy(bench, machine)
@@ -88,7 +90,7 @@ def _tasks(machine: Machine, gemms: Iterable[Gemm], convolutions: Iterable[Convo
 
 
 def totals(figures: Iterable[Figure]) -> Iterator[Figure]:
-    """For each convolution and precision with all three passes, the sum of the passes."""
+    """Yield the sum of the three passes, for each convolution and precision that has all three."""
     found: dict[tuple[str, str], list[Figure]] = {}
     for figure in figures:
         if figure.what in (f"{CONVOLUTION} {direction}" for direction in PASSES):
@@ -99,13 +101,14 @@ def totals(figures: Iterable[Figure]) -> Iterator[Figure]:
             flops = sum(each.more["tflops"] * each.value for each in passes)
             errors = [each.error for each in passes if each.error is not None]
             yield Figure(TOTAL, size, precision, milliseconds, "ms",
-                         max(errors) if len(errors) == len(passes) else None,  # unknown if one pass has none
+                         # the error of the sum is unknown if the error of one pass is
+                         max(errors) if len(errors) == len(passes) else None,
                          "as one of its passes" if any(each.limit for each in passes) else "",
                          {"tflops": flops / milliseconds})
 
 
 def with_shares(figures: Iterable[Figure], device: str) -> Iterator[Figure]:
-    """The figures with their share of the datasheet's peak, and of the best GEMM in the same precision."""
+    """The figures, each with its share of the datasheet's peak and its share of the best GEMM of equal precision."""
     figures, sheet = list(figures), datasheet_of(device)
     best: dict[str, float] = {}
     for figure in figures:

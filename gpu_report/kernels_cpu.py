@@ -18,13 +18,13 @@ def open_machine(placement: Placement) -> CpuMachine:
 
 
 class CpuMachine:
-    """`kernels.Machine` on the CPU."""
+    """Implements `kernels.Machine` on the CPU."""
 
     precisions = ("fp32",)
     copy_bytes = 256 << 20  # larger than any cache
 
     def close(self) -> None:
-        """Does nothing: the CPU holds no memory for it."""
+        """Does nothing: this machine holds no memory between timings."""
 
     @contextlib.contextmanager
     def copy(self) -> Iterator[Callable[[], float]]:
@@ -57,7 +57,7 @@ class CpuMachine:
                                      pad=(size.pad_height, size.pad_width))
 
         def backward() -> float:
-            """Time the backward pass to the arrays that have a gradient attached."""
+            """Time the backward pass, which computes the gradients of the arrays that have a gradient attached."""
             with mx.autograd.record():
                 result = forward()
             result.wait_to_read()

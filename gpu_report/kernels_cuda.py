@@ -20,12 +20,12 @@ from train.devices import Placement
 
 SAMPLE_MS = 1.0  # duration of one sample, which is a series of launches
 MAX_LAUNCHES = 100
-# Time for trying cuDNN's plans for one fused convolution, enough for all of them. With half a second, as in networks,
-# FP8 reaches two thirds of its speed.
+# Seconds for trying cuDNN's plans for one fused convolution, enough to try all plans. With half a second, the limit in
+# networks, FP8 reaches two thirds of its speed.
 FUSED_SECONDS = 10.0
 DTYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "float8", "int8": "int8"}
 KINDS = {"forward": "fprop", "data gradient": "dgrad", "weight gradient": "wgrad"}
-LEAST_CAPABILITY = {"tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}  # compute capability
+LEAST_CAPABILITY = {"tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}  # precision -> least compute capability
 
 
 def open_machine(placement: Placement) -> CudaMachine:
@@ -34,7 +34,7 @@ def open_machine(placement: Placement) -> CudaMachine:
 
 
 class CudaMachine:
-    """`kernels.Machine` on a GPU."""
+    """Implements `kernels.Machine` on a GPU."""
 
     copy_bytes = COPY_BYTES
 
@@ -48,7 +48,7 @@ class CudaMachine:
                                 if self.gpu.capability >= LEAST_CAPABILITY.get(precision, (0, 0)))
 
     def close(self) -> None:
-        """Free the memory for the next sections."""
+        """Free the memory, so that the next sections can use it."""
         self.gpu.free_all()
 
     @contextlib.contextmanager
@@ -81,8 +81,10 @@ class CudaMachine:
         library.save()
 
     def _place(self, sizes: Sequence[int], dtypes: Sequence[str]) -> list[int]:
-        """Allocate buffers of these sizes in bytes, and fill each with random values of its type; "" for a type: with
-        any content. Returns their addresses. Raises TransientError if they do not fit."""
+        """Allocate buffers of these sizes in bytes, and fill each with random values of its type. A buffer of type ""
+        stays uninitialised. Returns the buffers' addresses. Raises TransientError if the buffers do not fit into
+        memory.
+        """
         address = self._arena.reserve(sum(map(aligned, sizes)))
         addresses = []
         for size, dtype in zip(sizes, dtypes, strict=True):

@@ -18,12 +18,13 @@ from train.report.plots import Drawing, Theme
 
 KERNELS = {GEMM: "Products of matrices", TOTAL: "Convolutions, all three passes together",
            **{f"{CONVOLUTION} {direction}": f"Convolutions, {direction}" for direction in PASSES}}
-Drawings = dict[str, Callable[[Theme], Drawing]]  # file name -> function that draws it
+Drawings = dict[str, Callable[[Theme], Drawing]]  # file name -> function that draws the file
 
 
 def check_page(report: Report) -> None:
-    """Raise ValueError, with the place in the file, for a figure that no section measures and no page can show: the
-    file was edited by hand, or has published figures."""
+    """Raise ValueError, with the place in the file, for a figure that no section measures and no page can show. A file
+    that was edited by hand, or has published figures, may contain one.
+    """
     for name in ("hardware", "versions"):
         if not isinstance(report.about.get(name, {}), dict):
             raise ValueError(f"about.{name} is {reprlib.repr(report.about[name])}")
@@ -51,12 +52,12 @@ def _has_place(section: str, figure: Figure) -> bool:
 
 
 def _is_timed(figure: Figure) -> bool:
-    """Whether the figure is a time, as for a kernel or a layer."""
+    """Whether the figure is a time, like the figures of kernels and layers."""
     return figure.unit == "ms" and bool(figure.precision) and "tflops" in figure.more
 
 
 def _is_rate(figure: Figure) -> bool:
-    """Whether the figure is a rate, as for a network."""
+    """Whether the figure is a rate, like the figures of networks."""
     return figure.unit == "images/sec" and bool(figure.precision)
 
 

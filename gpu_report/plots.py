@@ -1,4 +1,4 @@
-"""The plots of GPU reports and comparisons: PNG bytes in a theme's colours."""
+"""The plots of GPU reports and comparisons: each is drawn in the colours of a theme."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DOTS, BARS = 0.22, 0.2  # height in inches of a line of dots, and of a bar
 
 
 def _colors(theme: Theme) -> dict[str, str]:
-    """Colours by precision, equal in all plots."""
+    """Precision -> colour, equal in all plots."""
     blue, orange, green, violet, yellow = theme.parts
     return dict(zip(PRECISIONS, (theme.muted, orange, blue, green, violet, yellow), strict=True))
 
@@ -50,7 +50,7 @@ def kernels(figures: Sequence[Figure], titles: Mapping[str, str], theme: Theme) 
 
 
 def bars(figures: Sequence[Figure], title: str, unit: str, theme: Theme) -> plots.Drawing:
-    """Horizontal bars of the values, grouped by what is measured, with a bar per precision."""
+    """Horizontal bars of the values. Each kernel or network has a group, with a bar per precision."""
     groups = list(dict.fromkeys(figure.what for figure in figures))
     names = precisions_of(figures)
     figure, axes = plots._figure_with_axes(theme, title, unit, "", width=8,
@@ -71,14 +71,15 @@ def bars(figures: Sequence[Figure], title: str, unit: str, theme: Theme) -> plot
     axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter("{x:,g}")
     axes.grid(visible=False)
-    for precision in names:  # without repetitions, in order
+    for precision in names:  # in order, without duplicates
         axes.plot([], [], "s", color=_colors(theme)[precision], label=precision)
     _in_columns(axes, theme)
     return plots.Drawing(figure)
 
 
 def over_batches(figures: Sequence[Figure], theme: Theme) -> plots.Drawing:
-    """Images/sec over the batch size, a line per precision; beside it the median latency, if any is known."""
+    """Images/sec over the batch size, a line per precision; a second panel shows the median latency, if any is known.
+    """
     is_timed = any("latency_p50_ms" in each.more for each in figures)  # only small batches have a latency
     figure = plots._figure(9, 3.6, theme)
     panels = list(figure.subplots(1, 1 + is_timed, squeeze=False)[0])
@@ -102,11 +103,11 @@ def over_batches(figures: Sequence[Figure], theme: Theme) -> plots.Drawing:
         axes.set_xticks(batches, [f"{batch:,}" for batch in batches])
         axes.set_ylim(0, 1.08 * axes.dataLim.ymax)
     if is_timed:
-        right.set_yscale("log", base=2)  # fp32 takes ten times as long as fp16
+        right.set_yscale("log", base=2)  # logarithmic, because fp32 takes ten times as long as fp16
         right.set_ylim(right.dataLim.ymin / 2, 2 * right.dataLim.ymax)
     for axes in panels:
         axes.yaxis.set_major_formatter("{x:,g}")
-    # rates of small batches leave room there
+    # the upper left is free, because rates of small batches are low
     left.legend(loc="upper left", frameon=False, labelcolor=theme.text, fontsize=9)
     return plots.Drawing(figure)
 
@@ -117,7 +118,7 @@ def batch_of(figure: Figure) -> int:
 
 
 def accuracy(figures: Sequence[Figure], title: str, price_per_second: float, theme: Theme) -> plots.Drawing:
-    """Top-1 over the seconds of a run, and over its price if it has one."""
+    """Top-1 over the seconds of a run, and over the price of these seconds if the price is known."""
     drawn, axes = plots._figure_with_axes(theme, title, "seconds of training and validation", "top-1, %")
     axes.plot([each.more["seconds"] for each in figures], [each.value for each in figures], "o-",
               color=theme.series[0], **plots._DOTTED)
@@ -134,14 +135,16 @@ def accuracy(figures: Sequence[Figure], title: str, price_per_second: float, the
 
 
 def ratios(values: Mapping[str, Sequence[float]], devices: Sequence[str], meaning: str, theme: Theme) -> plots.Drawing:
-    """Ratios to the first device, by kind of figure; NaN: unknown. There is no title, because device names are long.
-    `meaning`: what a ratio means, in words."""
+    """Ratios to the first device, by kind of figure; NaN: unknown. The plot has no title, because device names are
+    long. `meaning`: what a ratio means, in words.
+    """
     others = devices[1:]
     lines = sum(math.isfinite(value) for own in values.values() for value in own[1:])
     figure, axes = plots._figure_with_axes(theme, "", "", "", width=8, height=BARS * lines + 0.12 * len(values) + 1.2)
     axes.set_xlabel(textwrap.fill(f"{meaning}, on a logarithmic scale", 80), loc="right")
     place, ticks = 0.0, []
-    rounds = 1 + len(others) // len(theme.parts)  # a further round repeats the colours, paler
+    # if there are more devices than colours, the colours are repeated, paler
+    rounds = 1 + len(others) // len(theme.parts)
     colors = [(color, 0.6**paler) for paler in range(rounds) for color in theme.parts][: len(others)]
     for own in values.values():
         first = place
@@ -164,13 +167,14 @@ def ratios(values: Mapping[str, Sequence[float]], devices: Sequence[str], meanin
 
 
 def _logarithmic(*panels: Axes) -> None:
-    """Give the panels a logarithmic x axis. Ticks are at 1, 2, 5, 10, ...; over many decades at 1, 10, ...; over few at
-    1, 2, 3, ...; and linear where none of these falls into the range."""
+    """Give the panels a logarithmic x axis. Ticks are at 1, 2, 5, 10, ...; for many decades at 1, 10, ...; for a short
+    range at 1, 2, 3, ...; and at linear steps if the range contains no such tick.
+    """
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     for axes in panels:
         axes.set_xscale("log")
-    low, high = panels[0].get_xlim()  # with a single figure matplotlib's limits span a decade or more
+    low, high = panels[0].get_xlim()  # for a single figure, matplotlib's limits span a decade or more
     subs = range(1, 10) if high < 5 * low else (1, 2, 5) if high < 300 * low else (1,)
     for axes in panels:
         axes.xaxis.set_major_locator(MaxNLocator(5) if high < 3 * low else LogLocator(subs=subs))

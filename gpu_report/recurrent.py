@@ -21,9 +21,9 @@ NAMES = {"lstm": "LSTM", "gru": "GRU", "rnn_relu": "RNN with ReLU"}
 
 
 class Layer(NamedTuple):
-    """A recurrent layer and the size of its input."""
+    """A recurrent layer, and the size of the layer's input."""
 
-    mode: str  # of MXNet's RNN operator
+    mode: str  # `mode` of MXNet's RNN operator
     hidden: int
     batch: int
     steps: int
@@ -46,7 +46,9 @@ SMALL_LAYERS = tuple(layer for layer in LAYERS if layer.hidden <= 256)  # for a 
 
 
 def layer_graph(mode: str, hidden: int, is_training: bool) -> Graph:
-    """The graph of a layer; in training with its gradients, where `head` is the gradient of the output."""
+    """The graph of a layer. In training the graph also computes gradients; its input `head` is the gradient of the
+    output.
+    """
     names = ["data", "parameters", "state", *["state_cell"] * (mode == "lstm")]
     attrs = {"mode": mode, "state_size": hidden, "num_layers": 1}
     inputs = tuple(map(Ref, names))
@@ -69,7 +71,7 @@ class Machine(Protocol):
 
 
 def measure(bench: Bench) -> Section:
-    """Time all layers. A layer that the device lacks, or has no time for, is noted."""
+    """Time all layers. A note names each layer that the device lacks, and each layer for which no time was left."""
     module = bench.machine_module("recurrent")
     if module is None:
         return bench.found()

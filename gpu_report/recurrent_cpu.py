@@ -19,12 +19,12 @@ def open_machine(placement: Placement) -> CpuMachine:
 
 
 class CpuMachine:
-    """`recurrent.Machine` on the CPU."""
+    """Implements `recurrent.Machine` on the CPU."""
 
     precisions = ("fp32",)
 
     def close(self) -> None:
-        """Does nothing: the CPU holds no memory for it."""
+        """Does nothing: this machine holds no memory between timings."""
 
     @contextlib.contextmanager
     def layer(self, layer: Layer, use: str, precision: str) -> Iterator[Callable[[], float]]:

@@ -25,7 +25,7 @@ def open_machine(placement: Placement) -> CudaMachine:
 
 
 class CudaMachine:
-    """`recurrent.Machine` on a GPU."""
+    """Implements `recurrent.Machine` on a GPU."""
 
     def __init__(self, device_id: int) -> None:
         self.gpu = Gpu(device_id)
@@ -34,7 +34,7 @@ class CudaMachine:
                                 if self.gpu.capability >= LEAST_CAPABILITY.get(precision, (0, 0)))
 
     def close(self) -> None:
-        """Free the memory for the next sections."""
+        """Free the memory, so that the next sections can use it."""
         self.gpu.free_all()
 
     @contextlib.contextmanager
@@ -65,7 +65,7 @@ class CudaMachine:
             self.gpu.upload(buffer.address, values if buffer.dtype == "bfloat16" else values.astype(buffer.dtype))
 
     def _sampler(self, function: DeviceFunction) -> Callable[[], float]:
-        """A function that takes one sample: ms per call, averaged over as many calls as take SAMPLE_MS together."""
+        """A function that takes one sample: the mean ms per call over a series of calls that takes SAMPLE_MS in all."""
         start, end = self.gpu.timing_event(), self.gpu.timing_event()
 
         def timed(calls: int) -> float:

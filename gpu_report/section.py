@@ -1,4 +1,4 @@
-"""The `Bench` that each section of the report receives: where it measures, for how long, and where figures go."""
+"""The `Bench` that each section of the report receives: the device, the section's time, and the collected figures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from train.devices import Placement
 from train.timing import repeat
 
 LIMIT_SECONDS, CPU_LIMIT_SECONDS = 1.0, 8.0  # for timing one kernel or layer
-MOST_LISTED = 8  # names listed for one reason of being left out
+MOST_LISTED = 8  # most names that a note lists for one reason
 Sampler = AbstractContextManager[Callable[[], float]]  # yields a function that takes one sample, in ms
 
 
@@ -30,23 +30,19 @@ class Task(NamedTuple):
     size: str
     precision: str
     flops: int
-    sampler: Callable[[], Sampler]  # raises UserError if the device cannot run it
+    sampler: Callable[[], Sampler]  # raises UserError if the device cannot run the kernel or layer
 
 
 @dataclass
 class Bench:
-    """Where and how long a section measures; `add`, `keep` and `leave_out` collect its results. After a stop, a kill or
-    the end of its time, the next start resumes from `begun`, the results so far.
+    """The device and the time of a section's measurements; `add`, `keep` and `leave_out` collect the results. After a
+    stop, a kill or the end of its time, the next start resumes from `begun`, the results so far.
 
-    Args:
-        placement: the device and its executor.
-        device: the device's name.
-        folder: the report's folder, for the section's own files.
-        seconds: the section's time. A measurement that would begin later is left out, with a note.
-        data: CIFAR-10 in any form that the loader reads; "" if not given.
-        target_accuracy: the top-1 to which time and cost are counted, as a fraction.
-        price_per_hour: the price of the machine, in any currency; 0: unknown.
-        save: writes the section's results so far to disk. Raises UserError.
+    Args: placement: the device and its executor. device: the device's name. folder: the report's folder, for the
+        section's own files. seconds: the section's time. A measurement that could begin only after this time is left
+        out, with a note. data: CIFAR-10 in any form that the loader reads; "" if --data is not given. target_accuracy:
+        the top-1, as a fraction, at which the counting of time and cost ends. price_per_hour: the price of the machine,
+        in any currency; 0: unknown. save: writes the section's results so far to disk. Raises UserError.
     """
 
     placement: Placement
@@ -59,7 +55,7 @@ class Bench:
     begun: Section = field(default_factory=lambda: Section(()))
     save: Callable[[Section], object] = lambda section: None
     clock: Callable[[], float] = time.monotonic
-    left_out: dict[str, list[str]] = field(default_factory=dict)  # reason -> names
+    left_out: dict[str, list[str]] = field(default_factory=dict)  # reason -> names of the measurements left out
 
     def __post_init__(self) -> None:
         self._start = self.clock()
@@ -89,24 +85,26 @@ class Bench:
         return importlib.import_module(f"gpu_report.{section}_{'cuda' if self.on_gpu else 'cpu'}")
 
     def free_memory(self) -> None:
-        """Free the memory that earlier networks have left. It would otherwise count as used by the next one, because
-        MXNet keeps GPU memory for later arrays."""
+        """Free the GPU memory that earlier networks have left allocated. MXNet keeps this memory for later arrays, so
+        it would otherwise count as memory of the next network.
+        """
         if self.on_gpu:
-            gc.collect()  # executors are in reference cycles
+            gc.collect()  # frees executors, which are in reference cycles
             gpu = mx.gpu(0)
-            # MXNet refuses to free memory on a device that it has not used yet. A copy uses the device without a kernel
-            # (MXNet has no kernels for newer GPUs).
+            # MXNet refuses to free memory on a device that it has not used yet. A copy uses the device without a
+            # kernel, and so also works on newer GPUs, for which MXNet has no kernels.
             mx.nd.array([0.0], gpu).wait_to_read()
             gpu.empty_cache()
 
     def has(self, what: str, size: str, precision: str) -> bool:
-        """Whether the figure is measured already; `size` may be only its beginning."""
+        """Whether the figure is measured already. `size` may be only the beginning of the figure's size."""
         return any((figure.what, figure.precision) == (what, precision) and figure.size.startswith(size)
                    for figure in self.figures)
 
     def has_time(self, for_what: str, least: float = 0.0) -> bool:
-        """Whether there is time for a measurement that takes at least `least` seconds. If not, it is noted as left out,
-        and the same command measures it later."""
+        """Whether there is time for a measurement that takes at least `least` seconds. If not, a note says that the
+        measurement is left out; repeating the command measures it.
+        """
         if self.spent > self.seconds:
             why = f"the section had used up its {self.seconds:.0f} s"
         elif least > self.seconds:
@@ -128,18 +126,22 @@ class Bench:
             print(f"  {name}: {value} {figure.unit}{error}{limit}", flush=True)
 
     def keep(self, *figures: Figure) -> None:
-        """Add figures to the results and save them to disk, so that the next start has them however this one ends."""
+        """Add figures to the results and save them to disk, so that the next start has the figures even if this process
+        is killed.
+        """
         self.figures += figures
         self.save(replace(self.found(), complete=False))
 
     def time(self, task: Task) -> None:
-        """Take the timing and add its figure, unless it is measured already; or note why it is left out."""
+        """Time a kernel or layer and add the figure, unless the figure is measured already. If the timing is left out,
+        note the reason.
+        """
         name = f"{task.what} {task.size} in {task.precision}"
         if self.has(task.what, task.size, task.precision) or not self.has_time(name):
             return
         try:
             with task.sampler() as sample:
-                sample()  # warms up
+                sample()  # warm-up
                 timing = repeat(sample, self.limit_seconds)
         except UserError as error:
             self.leave_out(name, str(error))
@@ -158,7 +160,7 @@ class Bench:
 
 
 def _listed(whats: list[str]) -> str:
-    """The names, joined; only the first ones if there are many."""
+    """The names, joined by commas; only the first MOST_LISTED names if there are more."""
     more = len(whats) - MOST_LISTED
     shown = whats if more <= 0 else [*whats[:MOST_LISTED], f"{more} more"]
     return " and ".join(filter(None, ("; ".join(shown[:-1]), shown[-1])))

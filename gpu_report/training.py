@@ -1,7 +1,8 @@
 """Section training: steps of ResNet-18 to 152 by precision, on generated images.
 
-A step is the one that `python -m train` takes for a batch: forward, loss, backward, SGD with momentum. All gammas start
-at 1, as in speed benchmarks, and several batches alternate. If a batch does not fit into memory, half of it is tried.
+A step does the work of `python -m train` for a batch: forward, loss, backward, SGD with momentum. All gammas start at
+1, as in speed benchmarks, and several batches alternate. If a batch does not fit into memory, half the batch size is
+tried.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from train.timing import Timing, repeat
 IMAGE_SIZE = 224  # pixels
 GPU_MODELS, GPU_BATCH = (50, 18, 34, 101, 152), 256  # most important first, in case the time runs out
 CPU_MODELS, CPU_BATCH = (18, 50), 4
-WARM_UP_SECONDS, LEAST_SECONDS, LIMIT_SECONDS = 1.0, 1.5, 6.0  # for one network and precision, on a GPU
+WARM_UP_SECONDS, LEAST_SECONDS, LIMIT_SECONDS = 1.0, 1.5, 6.0  # seconds for one network and precision on a GPU
 CPU_LIMIT_SECONDS = 15.0  # steps on a CPU take long
 
 
@@ -41,7 +42,9 @@ def named(depth: int) -> str:
 
 
 def measure(bench: Bench) -> Section:
-    """Time all networks in all precisions. One that does not fit into memory, or has no time left, is noted."""
+    """Time all networks in all precisions. A note names each network that does not fit into memory, and each network
+    for which no time was left.
+    """
     models, batch = (GPU_MODELS, GPU_BATCH) if bench.on_gpu else (CPU_MODELS, CPU_BATCH)
     default = Config(batch_size=batch, image_size=IMAGE_SIZE, zero_init_residual=False)
     chosen = precisions(default, bench.placement, is_chosen=False)
@@ -58,7 +61,9 @@ def measurement_order(models: Sequence[int], names: Sequence[str]) -> list[tuple
 
 
 def _measure(bench: Bench, depth: int, precision: str, config: Config) -> None:
-    """Time the largest of `config`'s batch, its half, its quarter and so on that fits."""
+    """Time a network with `config`'s batch size, or with half, a quarter and so on of it until the batch fits into
+    memory.
+    """
     what, batch = named(depth), config.batch_size
     while batch:
         bench.free_memory()
@@ -87,7 +92,9 @@ def _figure(bench: Bench, what: str, precision: str, config: Config) -> Figure:
 
 
 def _steps(bench: Bench, executor: Executor, config: Config) -> tuple[Timing, GpuReadings]:
-    """The time of a step in s, and the GPU's readings meanwhile. Raises ProgramError if a step did not train."""
+    """The time of a step in s, and the GPU's readings during the steps. Raises ProgramError if a step did not train the
+    network.
+    """
     optimizer = make_optimizer(executor, config)
     gpu = mx.gpu(0) if bench.on_gpu else mx.cpu()
     labels = np.random.default_rng(config.seed).integers(0, CLASSES, config.batch_size)
@@ -97,7 +104,7 @@ def _steps(bench: Bench, executor: Executor, config: Config) -> tuple[Timing, Gp
     last_end = perf_counter()
 
     def step() -> float:
-        """Seconds between the ends of two steps: `end_step` waits for the step before."""
+        """Seconds between the ends of two steps: `end_step` waits for the previous step."""
         nonlocal last_end
         executor.forward_backward(next(batches), label)
         optimizer.step(rate)

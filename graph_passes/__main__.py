@@ -1,4 +1,4 @@
-"""What the passes do to a network: `python -m graph_passes show --help`."""
+"""Shows what the passes do to a network; see `python -m graph_passes show --help`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ COMMANDS = {"show": Command(ShowOptions, "graph_passes.show:show")}
 
 
 def main(arguments: list[str]) -> int:
-    """Run one command; its exit code. A user's mistake is printed in one sentence and gives 2."""
+    """Run one command and return its exit code. A user's mistake is printed as one sentence, and the exit code is then
+    2.
+    """
     return exit_code_of(partial(run_command, COMMANDS, arguments, prog="python -m graph_passes"))
 
 

@@ -24,24 +24,25 @@ from graph_passes.operators.quantised import LARGEST
 
 Method = Literal["max", "percentile", "entropy"]
 METHODS: tuple[str, ...] = get_args(Method)
-PERCENTILE = 99.99  # % of the absolute values that the method "percentile" does not clip
+PERCENTILE = 99.99  # the method "percentile" leaves this percentage of the absolute values unclipped
 NUM_BINS = 2048  # bins of a histogram (128 levels for entropy): Migacz, '8-bit Inference with TensorRT', GTC 2017
 _LEVELS = LARGEST + 1
 _STEP = 8  # step, in bins, between the limits tried for entropy: 0.4 % of the range
 # Operators whose output may become int8, in a graph of `folded`.
 _OBSERVED = ("Convolution", "AddRelu", "Pooling", "Flatten", "BatchNormRelu", "elemwise_add", "clip")
 
-_LAYERS = ("Convolution", "FullyConnected")  # whose input becomes int8
+_LAYERS = ("Convolution", "FullyConnected")  # operators whose input becomes int8
 
 
 def folded(graph: Graph) -> Graph:
-    """The network in inference with BatchNorm folded; its tensors have the names that those of
-    `pipeline.quantised_passes` have."""
+    """The network for inference, with BatchNorm folded. Its tensors have the same names as in
+    `pipeline.quantised_passes`.
+    """
     return pipeline.run({**pipeline.FUSED, "fold_bn": passes.fold_bn}, passes.remove_dropout(graph))
 
 
 def observed(graph: Graph) -> list[str]:
-    """Names of the tensors of a folded graph that may become int8, and of those that ONNX's form of it has besides."""
+    """Names of the tensors of a folded graph that may become int8 here or in the graph's ONNX form."""
     return ["data", *(node.name for node in graph if not node.is_variable and (
         node.op in _OBSERVED or is_relu(node) or _is_read_by_layer(graph, node)))]
 
@@ -51,13 +52,13 @@ def _is_read_by_layer(graph: Graph, node: Node) -> bool:
 
 
 class Calibration:
-    """Histograms of the tensors of a network."""
+    """Collects histograms of the tensors of a network."""
 
     def __init__(self, names: list[str]) -> None:
         self._histograms = {name: Histogram() for name in names}
 
     def add(self, tensors: Mapping[str, np.ndarray]) -> None:
-        """Count the tensors' values for a batch. Raises GraphError if a value is not finite."""
+        """Add the tensors' values for a batch to the histograms. Raises GraphError if a value is not finite."""
         for name, histogram in self._histograms.items():
             if not histogram.add(tensors[name]):
                 raise GraphError(f"the tensor '{name}' has a value that is not finite: take other weights, the network "
@@ -70,8 +71,9 @@ class Calibration:
 
 
 class Histogram:
-    """A histogram of absolute values, in bins of equal width from 0 on. When a value beyond the last bin comes, the
-    width doubles and pairs of bins are merged, so no value is read twice."""
+    """A histogram of absolute values, in bins of equal width from 0 on. When a value lies beyond the last bin, the
+    width doubles and pairs of bins are merged, so no value is read twice.
+    """
 
     def __init__(self) -> None:
         self.counts = np.zeros(NUM_BINS, np.int64)
@@ -79,7 +81,7 @@ class Histogram:
         self.largest = 0.0
 
     def add(self, values: np.ndarray) -> bool:
-        """Count values. If some are not finite, counts nothing and returns False."""
+        """Count values. If some values are not finite, count nothing and return False."""
         values = np.abs(values.ravel())
         largest = float(values.max(initial=0.0))
         if not np.isfinite(largest):
@@ -99,7 +101,7 @@ class Histogram:
         return True
 
     def limit(self, method: str) -> float:
-        """The limit by one of METHODS; 0 if all values are 0. Raises GraphError for another method."""
+        """The limit by a method of METHODS; 0 if all values are 0. Raises GraphError for an unknown method."""
         limits = {"max": lambda: self.largest, "percentile": self._percentile, "entropy": self._entropy}
         if method not in limits:
             raise GraphError(f"there is no calibration '{method}': choose {', '.join(limits)}")
@@ -112,11 +114,11 @@ class Histogram:
         return min(bins * self.width, self.largest)
 
     def _entropy(self) -> float:
-        """The limit at which the distribution of the quantised values diverges least from that of the values (KL
-        divergence; Migacz, GTC 2017). Outliers are counted at the limit.
+        """The limit at which the distribution of the quantised values diverges least from the distribution of the
+        values (KL divergence; Migacz, GTC 2017). Outliers are counted at the limit.
 
-        The first bin is given the count of the second: it holds the zeros of ReLUs, which are exact at any limit (as in
-        NVIDIA's pytorch-quantization).
+        The first bin gets the count of the second bin, because the zeros of ReLUs in the first bin are exact at any
+        limit (as in NVIDIA's pytorch-quantization).
         """
         counts = self.counts.astype(np.float64)
         counts[0] = counts[1]
@@ -129,8 +131,9 @@ class Histogram:
 
 
 def _divergence(counts: np.ndarray, bins: int) -> float:
-    """KL divergence, in nats, of the first `bins` bins (outliers counted in the last one) from their quantisation to
-    128 levels; inf if the quantised distribution gives an occurring value no probability."""
+    """KL divergence, in nats, between the first `bins` bins and their quantisation to 128 levels. Outliers are counted
+    in the last bin. The result is inf if the quantised distribution gives probability 0 to a value that occurs.
+    """
     inside = counts[:bins]
     reference = inside.copy()
     reference[-1] += counts[bins:].sum()

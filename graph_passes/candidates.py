@@ -3,10 +3,11 @@
     table = candidates(graph)                       # the graph has no fused operators yet
     for each in table: print(each.label, each.node.inputs, each.writes)
 
-A candidate is a node. It reads and writes tensors of the table: the graph's own, and a few that only fused operators
-produce. A tensor is known by its value (`values.py`), so two candidates that give the same expression write the same
-tensor. The fusion rules (`executors/cuda/kernels/`) read the table and add to it until nothing is left to add. A rule
-may start from the graph's candidates or from another rule's, so the order of rules and candidates does not matter.
+A candidate is a node. It reads and writes tensors of the table: tensors of the graph, and a few tensors that only fused
+operators produce. A tensor is identified by its value (`values.py`), so two candidates that compute the same expression
+write the same tensor. The fusion rules (`executors/cuda/kernels/`) read the table and add to it until nothing is left
+to add. A rule may start from the graph's candidates or from candidates of another rule, so the order of rules and
+candidates does not matter.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from graph_passes.values import Values
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A node whose inputs are tensors of the table. `writes` gives the tensor of each output; None for an output that
-    is left out. A kernel with optional outputs has one candidate for each set of outputs that it may write."""
+    """A node whose inputs are tensors of the table. `writes` gives the tensor of each output; None stands for an output
+    that is left out. A kernel with optional outputs has one candidate for each set of outputs that it may write.
+    """
 
     node: Node
     writes: tuple[Ref | None, ...]
@@ -52,24 +54,25 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """The kernel's name for people: the operator and its variant."""
+        """The kernel's readable name: the operator and its variant."""
         how = self.node.get("tile") or (self["algorithm"] if self.op.startswith("RNN") else "")
         without = "without output" if self.node.get("no_output") else ""
         return " ".join(filter(None, (self.op, how, without)))
 
 
-# Returns nodes that can replace a candidate and its neighbours.
+# A rule returns nodes that can replace a candidate and its neighbours.
 Rule = Callable[["Candidates", Candidate], Iterable[Node]]
 
 
 def form(op: str, fits: Callable[[Node], bool] = lambda node: True) -> Rule:
-    """The rule for an operator that computes the same as another one, from the same inputs, if `fits` accepts the
-    node."""
+    """The rule that offers `op` for a node: `op` computes the same outputs as the node's operator from the same inputs.
+    The rule applies if `fits` accepts the node.
+    """
     return lambda table, other: [other.node.replace(op=op)] if fits(other.node) else []
 
 
 class Candidates:
-    """The table of candidates. `shapes`: of the graph's tensors, if the caller knows them."""
+    """The table of candidates. `shapes`: the shapes of the graph's tensors, if the caller knows them."""
 
     def __init__(self, graph: Graph, shapes: Mapping[Ref, Shape]) -> None:
         self.graph, self.shapes = graph, shapes
@@ -87,7 +90,7 @@ class Candidates:
         return len(self._known)
 
     def makers(self, tensor: Ref, *ops: str) -> list[Candidate]:
-        """The candidates that write a tensor; with `ops`, only those with one of these operators."""
+        """The candidates that write a tensor; with `ops`, only candidates with one of these operators."""
         return [each for each in self._makers.get(tensor, ()) if not ops or each.op in ops]
 
     def readers(self, tensor: Ref, *ops: str) -> list[Candidate]:
@@ -96,7 +99,8 @@ class Candidates:
     @property
     def updated(self) -> set[Ref]:
         """Running statistics that the candidate updates in place. Two chosen candidates must not update the same
-        one."""
+        statistics.
+        """
         return {ref for each in self for role, ref in zip(_outputs(each.node), each.writes, strict=False)
                 if ref and role.startswith("moving_")}
 
@@ -111,7 +115,7 @@ class Candidates:
             self._enter((key, node.name) if key in self._known else key, Candidate(node, node.refs(), is_fused=False))
 
     def add(self, node: Node) -> Candidate:
-        """Add the candidate that a rule has found, or return the equal one that is in the table already."""
+        """Add the candidate that a rule has found, or return the equal candidate that is in the table already."""
         key = _key(node)
         if key in self._known:
             return self._known[key]
@@ -121,7 +125,7 @@ class Candidates:
         return self._enter(key, Candidate(node, written, is_fused=True))
 
     def _tensor(self, value: int, ref: Ref) -> Ref:
-        """The tensor with this value: the graph's, or a new one with an unused name."""
+        """The tensor with this value: a tensor of the graph, or a new tensor with an unused name."""
         if value not in self._tensors:
             tensor = Ref(f"{ref.node}:{value}", ref.output)
             self._tensors[value], self._numbers[tensor] = tensor, value
@@ -150,14 +154,15 @@ class Candidates:
             todo = self._around(self._around([*self][size:]))
 
     def _around(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """These candidates and all that share a tensor (variables excepted) with them. A rule looks at most two such
-        steps far."""
+        """These candidates, and all candidates that share a tensor with them (variables do not count). A rule looks at
+        most two of these steps far.
+        """
         tensors = dict.fromkeys(ref for each in candidates for ref in (*each.node.inputs, *each.made)
                                 if ref.node not in self.graph.nodes or not self.graph[ref.node].is_variable)
         return list(dict.fromkeys(each for ref in tensors for each in (*self._makers[ref], *self._readers[ref])))
 
     def graph_of(self, chosen: Sequence[Candidate]) -> Graph:
-        """The graph of the chosen candidates. Raises GraphError if they depend on each other in a circle."""
+        """The graph of the chosen candidates. Raises GraphError if their dependencies form a cycle."""
         nodes, places = dict[str, Node](), dict[Ref, Ref]()
         for each in chosen:
             name = each.node.name
@@ -172,7 +177,7 @@ class Candidates:
 
 
 def _key(node: Node) -> Any:
-    """The key by which two candidates are the same one: everything but the name."""
+    """A key that is equal for equal candidates: everything except the name."""
     attrs = tuple(sorted((key, value) for key, value in node.attrs.items() if key not in ("part_of",)))
     return node.op, node.inputs, attrs, () if node.inputs else node.name
 

@@ -1,9 +1,9 @@
-"""Prices of candidates, and the graph of the candidates that are cheapest together.
+"""Defines prices of candidates, and builds the graph of the candidates with the least total price.
 
 On a GPU a price is a measured time, taken in the same way for all candidates (`executors/cuda/prices.py`). This module
 has the prices without a GPU: `fewest` counts nodes, for the reference executor; `plain` is for the memory check;
-`deterministic` is for runs in which no clock may decide. Modelled times are not used as prices: the most optimistic
-model would win.
+`deterministic` is for runs in which measured times must not decide. Modelled times are not used as prices: the most
+optimistic model would win.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from graph_passes.graph import Graph, Ref
 from graph_passes.operators import OPERATORS
 from graph_passes.operators.rnn import ALGORITHMS
 
-Price = Callable[[Candidates], Sequence[float]]  # of each candidate, in the table's order; infinite: not available
-_OWN = 1e-3  # surcharge for a kernel that only some GPUs can run, against an equal node
+# the price of each candidate, in the table's order; infinite: not available
+Price = Callable[[Candidates], Sequence[float]]
+_OWN = 1e-3  # surcharge for a kernel that only some GPUs can run, compared with an equal node for all GPUs
 LAST_RESORT, _REFUSED = 1e6, 1e9  # more than any other price
-_TIE = 1e-9  # surcharge for a fusion, and for each tensor that is written, to break ties
+_TIE = 1e-9  # surcharge to break ties: for a fusion, and for each tensor that is written
 
 
 def covered(table: Candidates, price: Price) -> Graph:
@@ -32,12 +33,13 @@ def covered(table: Candidates, price: Price) -> Graph:
 
 
 def chosen_of(table: Candidates, prices: Sequence[float]) -> list[Candidate]:
-    """The candidates that are taken: first the graph's own nodes in their order, then the others."""
+    """The candidates that are taken: first the graph's own nodes in their order, then fused nodes."""
     listed = sorted(zip(table, prices, strict=True), key=_by_name)
     options = [Option(frozenset(each.node.inputs), each.made, price + _tie(each)) for each, price in listed]
     try:
         taken = cover(options, _given(table), table.graph.outputs, table.updated)
-    except NoCoverError:  # a node that no candidate computes stays; the executor that has to run it says why it cannot
+    # a node that no candidate computes stays; the executor that must run the node raises the error
+    except NoCoverError:
         options = [option if each.is_fused or option.cost < math.inf else option._replace(cost=_REFUSED)
                    for option, (each, _) in zip(options, listed, strict=True)]
         taken = cover(options, _given(table), table.graph.outputs, table.updated)
@@ -60,7 +62,7 @@ def undecided(table: Candidates) -> tuple[set[int], set[int]]:
 
 
 def limited(price: Price, keep: Callable[[Candidate], bool]) -> Price:
-    """The same prices, but infinite for the fusions that are switched off."""
+    """The prices of `price`, but infinite for fusions that `keep` rejects."""
     def prices(table: Candidates) -> list[float]:
         return [of_each if not each.is_fused or keep(each) else math.inf
                 for each, of_each in zip(table, price(table), strict=True)]
@@ -91,8 +93,9 @@ def choices_of(table: Candidates, prices: Sequence[float]) -> list[Choice]:
 
 
 def format_choices(choices: Iterable[Choice]) -> str:
-    """The kernels that had rivals, as text: each with its time in ms, and its rivals with theirs. Nodes with equal
-    entries share a line."""
+    """The kernels that had rivals, as text: each kernel and each rival with its time in ms. Nodes with equal entries
+    share a line.
+    """
     groups: dict[tuple[object, ...], list[Choice]] = {}
     for choice in choices:
         groups.setdefault(choice[1:], []).append(choice)
@@ -105,15 +108,17 @@ def format_choices(choices: Iterable[Choice]) -> str:
 
 
 def _by_name(priced: tuple[Candidate, float]) -> tuple[object, ...]:
-    """A sort key that does not depend on the order of the rules, so that ties are always broken alike: the graph's own
-    nodes first; fused ones by name, plain candidates first."""
+    """A sort key that does not depend on the order of the rules, so that ties are always broken alike. The graph's own
+    nodes come first. Fused nodes are sorted by name, plain candidates first.
+    """
     each, _ = priced
     return (True, each.node.name, not _is_plain(each), _rank(each), each.label) if each.is_fused else (False,)
 
 
 def fewest(table: Candidates) -> list[float]:
-    """Prices without a device: as few nodes as possible. If two choices are equal, the operator that runs on all
-    devices wins."""
+    """Prices without a device: as few nodes as possible. If two choices have equally many nodes, the operator that runs
+    on all devices wins.
+    """
     return [1.0 + _OWN * _is_own(each) for each in table]
 
 
@@ -131,15 +136,16 @@ def deterministic(table: Candidates) -> list[float]:
     between kernels for the same nodes.
 
     The bits of deterministic runs depend on these prices, so they change only with a major version. By an H100's saved
-    times, the kernels of ResNet-50's step that have rivals take 18.64 ms, and 18.17 ms if the times choose (batch
-    256)."""
+    times, the kernels of ResNet-50's step that have rivals take 18.64 ms with these prices, and 18.17 ms if the times
+    are the prices (batch 256).
+    """
     return [math.inf if each.op in _VARYING or _has_bias(each) else _rank(each) for each in table]
 
 
-_VARYING = ("ConvolutionStatistics",)  # cuDNN adds these sums up in a varying order
+_VARYING = ("ConvolutionStatistics",)  # operators whose sums cuDNN computes in a varying order
 # Kernels for Hopper that are faster than the kernels for all GPUs, at every shape that they support.
 _PREFERRED = ("StemForward", "StemWeights")
-# The kernels of a convolution in INT8; the one that is faster at most shapes comes first.
+# The kernels of a convolution in INT8; kernels that are faster at most shapes come first.
 _IN_INT8 = ("QuantisedConvTaps", "QuantisedConvSquares", *(f"QuantisedConv {tile}" for tile in quantised_conv.TILES),
             *(f"QuantisedConvStream {tile}" for tile in quantised_conv_stream.TILES), "QuantisedConvolution")
 
@@ -160,5 +166,5 @@ def _is_plain(each: Candidate) -> bool:
 
 
 def _has_bias(each: Candidate) -> bool:
-    """Whether this is a convolution with a bias by cuDNN, which only timing could choose."""
+    """Whether this is cuDNN's convolution with a bias: only timing could choose it."""
     return each.op in ("ConvolutionRelu", "ConvolutionAddRelu") or (each.op == "Convolution" and not each["no_bias"])

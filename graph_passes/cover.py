@@ -2,9 +2,9 @@
 
 A candidate that is taken produces its tensors, and all tensors that it needs must be produced too. The cover is found
 by variable elimination (Dechter, Bucket elimination, Artificial Intelligence 113, 1999). Each candidate has a 0/1
-variable (is it taken?), and so has each tensor (is it produced?). This is exact, and fast if few candidates depend on
-each other. Candidates that every cover must take are settled first, which splits the rest into small groups.
-ResNet-50's training step takes 0.03 s. The order of the candidates decides ties only.
+variable (is the candidate taken?), and each tensor has one (is the tensor produced?). This method is exact, and fast if
+few candidates depend on each other. Candidates that every cover must take are taken first; the remaining candidates
+then fall into small groups. ResNet-50's training step takes 0.03 s. The order of the candidates decides ties only.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from graph_passes.errors import GraphError
 
 Tensor = Hashable
 _Variable = tuple[str, Hashable]  # ("taken", number of an option) or ("made", tensor)
-_Table = tuple[tuple[_Variable, ...], np.ndarray]  # one cost for each combination of the variables' values
-MOST_NEIGHBOURS = 22  # most neighbours of a variable: a table of 2^22 costs is 32 MiB
+_Table = tuple[tuple[_Variable, ...], np.ndarray]  # variables, and one cost for each combination of their values
+MOST_NEIGHBOURS = 22  # largest number of neighbours of a variable: a table of 2^22 costs has 32 MiB
 
 
 class Option(NamedTuple):
-    """A candidate as the cover sees it: tensors it needs, tensors it makes, its cost."""
+    """A candidate, reduced to the tensors that it needs, the tensors that it makes, and its cost."""
 
     needs: frozenset[Tensor]
     makes: frozenset[Tensor]
@@ -50,14 +50,15 @@ def cover(options: Sequence[Option], given: Iterable[Tensor], wanted: Iterable[T
 def open_and_sure(options: Sequence[Option], given: Iterable[Tensor], wanted: Iterable[Tensor],
                   once: Collection[Tensor] = ()) -> tuple[set[int], set[int]]:
     """Two lists of option indices: options for which costs decide whether they are taken, and options that every cover
-    takes. Arguments as for `cover`; costs are not read. Raises NoCoverError."""
+    takes. Arguments as for `cover`; costs are ignored. Raises NoCoverError.
+    """
     problem = _Problem(options, set(given), set(wanted), frozenset(once))
     sure = problem.settle(by_cost=False)
     return set(problem.options), sure
 
 
 class _Problem:
-    """What is left to decide: options by index, tensors that exist already, and wanted tensors."""
+    """The undecided part of the problem: options by index, tensors that exist already, and wanted tensors."""
 
     def __init__(self, options: Sequence[Option], given: set[Tensor], wanted: set[Tensor],
                  once: frozenset[Tensor]) -> None:
@@ -94,8 +95,9 @@ class _Problem:
         return found
 
     def settle(self, by_cost: bool = True) -> set[int]:
-        """Take the options that every cover takes, and drop those that no cover takes (with `by_cost`, no best cover),
-        until nothing changes."""
+        """Take the options that every cover takes, and drop the options that no cover takes, until nothing changes.
+        With `by_cost`, also drop options that no best cover takes.
+        """
         taken: set[int] = set()
         while True:
             size = len(self.options)
@@ -123,13 +125,14 @@ class _Problem:
         self.options = left
 
     def _sure(self) -> set[int]:
-        """The options that are the only producers of a wanted tensor."""
+        """The options that are each the only producer of a wanted tensor."""
         makers = self.makers()
         return {makers[tensor][0] for tensor in self.wanted if len(makers[tensor]) == 1}
 
     def _drop_unreachable(self) -> None:
-        """Drop the options that produce nothing that is wanted, directly or through others. Also finds the tensors that
-        every cover produces."""
+        """Drop the options that contribute to no wanted tensor, neither directly nor through other options. Also find
+        the tensors that every cover produces.
+        """
         makers = self.makers()
         self._want_more(makers)
         seen, todo, used = set(self.wanted), list(self.wanted), set[int]()
@@ -152,7 +155,9 @@ class _Problem:
             todo += new
 
     def _drop_dominated(self) -> None:
-        """Drop an option if another one produces at least as much, needs no more, and costs no more."""
+        """Drop an option if another option produces at least the same tensors, needs no other tensors, and costs no
+        more.
+        """
         makers = self.makers()
         for number, option in reversed(list(self.options.items())):  # of equal options, the first stays
             rivals = makers[next(iter(option.makes))]
@@ -165,8 +170,9 @@ class _Problem:
                 and better.makes & self.once == option.makes & self.once)
 
     def groups(self) -> list[dict[int, Option]]:
-        """Groups of options that depend on each other: two produce the same tensor, or one needs a tensor that may not
-        be produced."""
+        """Groups of options that depend on each other: options that produce the same tensor, and options that produce
+        or need a tensor that may remain unproduced.
+        """
         parent = {number: number for number in self.options}
 
         def root(number: int) -> int:
@@ -202,8 +208,9 @@ def _eliminated(group: Mapping[int, Option], problem: _Problem) -> set[int]:
 
 
 def _tables(group: Mapping[int, Option], problem: _Problem) -> list[_Table]:
-    """The cost tables: the cost of each option, and infinite costs where a tensor that is wanted or needed is not
-    produced, or is produced twice although it is in `once`."""
+    """The cost tables: the cost of each option, and infinite costs for impossible combinations. A combination is
+    impossible if a wanted or needed tensor is not produced, or if a tensor of `once` is produced twice.
+    """
     makers: dict[Tensor, list[int]] = defaultdict(list)
     tables: list[_Table] = []
     for number, option in group.items():
@@ -224,8 +231,8 @@ _IF_TAKEN_THEN_MADE = np.array([[0, 0], [math.inf, 0]])
 
 
 def _made_by(count: int, is_wanted: bool, once: bool) -> np.ndarray:
-    """A table that forces one of `count` options to produce a tensor: always if the tensor is wanted; otherwise if the
-    last variable says that it is produced.
+    """A table that forces one of `count` options to produce a tensor: always if the tensor is wanted, otherwise if the
+    last variable, "produced", is 1.
     """
     number_taken = np.indices((2,) * count).sum(axis=0)
     many = np.where(number_taken > 1, math.inf, 0) if once else np.zeros((2,) * count)
@@ -234,15 +241,16 @@ def _made_by(count: int, is_wanted: bool, once: bool) -> np.ndarray:
 
 
 def _spread(table: _Table, scope: tuple[_Variable, ...]) -> np.ndarray:
-    """The table's costs with an axis for each variable of `scope`, in that order."""
+    """The table's costs as an array with an axis for each variable of `scope`, in the order of `scope`."""
     own, costs = table
     places = sorted(range(len(own)), key=lambda place: scope.index(own[place]))
     return costs.transpose(places).reshape([2 if variable in own else 1 for variable in scope])
 
 
 def _elimination_order(scopes: Iterable[Sequence[_Variable]]) -> list[_Variable]:
-    """An elimination order: always the variable with the fewest neighbours next; the networks of the zoo have at most
-    six. Raises GraphError if a variable has too many neighbours."""
+    """An elimination order: the next variable is always a variable with the fewest neighbours. In the zoo's networks
+    this number is at most six. Raises GraphError if a variable has too many neighbours.
+    """
     neighbours: dict[_Variable, set[_Variable]] = defaultdict(set)
     for scope in scopes:
         for variable in scope:

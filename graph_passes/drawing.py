@@ -1,7 +1,7 @@
 """A graph as an SVG picture: operators as boxes in layers from top to bottom, tensors as lines with their shapes.
 
-The longest path through the network runs straight down; branches and shortcuts run in lanes beside it. A deep network
-is cut, where a single tensor crosses, into strips that stand side by side.
+The longest path through the network runs straight down; branches and shortcuts run in lanes beside this path. A deep
+network is cut into strips, which are drawn side by side. Each cut crosses a single tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import OPERATORS, Shape, is_relu, shown_name, window
 
 FUSED = frozenset(name for name, operator in OPERATORS.items() if operator.fused)
-_BOX_WIDTH, _BOX_HEIGHT, _ROW, _LANE = 190, 34, 58, 34  # pixels; _ROW from one layer to the next
+_BOX_WIDTH, _BOX_HEIGHT, _ROW, _LANE = 190, 34, 58, 34  # pixels; _ROW is the distance from one layer to the next
 _MARGIN, _STRIP_GAP, _TITLE = 24, 60, 64
 _COLOURS = {  # operator -> (fill, border)
     "Convolution": ("#dbe9f6", "#4a7fb5"),
@@ -44,13 +44,13 @@ class _Placed:
 
     rows: dict[str, int] = field(default_factory=dict)
     lanes: dict[str, int] = field(default_factory=dict)
-    edge_lanes: dict[tuple[str, str], int] = field(default_factory=dict)  # lanes of edges that skip layers
+    edge_lanes: dict[tuple[str, str], int] = field(default_factory=dict)  # edge that skips layers -> its lane
 
 
 def draw_svg(graph: Graph, title: str, shapes: Mapping[Ref, Shape] | None = None, rows_per_strip: int = 44) -> str:
-    """The picture as SVG text. `shapes`, from `graph.infer_shapes`, are written along the lines where they are given.
+    """The picture as SVG text. `shapes`, from `graph.infer_shapes`, are written along the lines, if given.
 
-    Parameters and labels are left out; the fused operators stand out by their colour.
+    Parameters and labels are left out. Fused operators have colours of their own.
     """
     nodes = {node.name: node for node in graph if not node.is_variable}
     reads = {name: [ref for ref in node.inputs if ref.node in nodes] for name, node in nodes.items()}
@@ -129,7 +129,8 @@ def _place(names: list[str], reads: dict[str, list[str]], graph: Graph) -> _Plac
         return len(taken)
 
     for name in names:
-        if name not in placed.lanes:  # a branch: the chain of operators from here, down to where it joins
+        # a branch: the chain of operators from here down to the operator that joins it with another branch
+        if name not in placed.lanes:
             chain = [name]
             while len(readers[chain[-1]]) == 1 and readers[chain[-1]][0] not in placed.lanes and (
                 placed.rows[readers[chain[-1]][0]] == placed.rows[chain[-1]] + 1
@@ -142,7 +143,7 @@ def _place(names: list[str], reads: dict[str, list[str]], graph: Graph) -> _Plac
             first, last = placed.rows[source] + 1, placed.rows[name] - 1
             if first <= last and placed.lanes[source] == placed.lanes[name] == 0:
                 placed.edge_lanes[source, name] = free_lane(first, last)
-            elif first <= last:  # in its branch's lane
+            elif first <= last:  # the line runs in the lane of its branch
                 placed.edge_lanes[source, name] = placed.lanes[source] or placed.lanes[name]
     return placed
 
@@ -150,7 +151,7 @@ def _place(names: list[str], reads: dict[str, list[str]], graph: Graph) -> _Plac
 def _cut(placed: _Placed, edges: list[tuple[str, str]], rows_per_strip: int) -> list[range]:
     """Rows of each strip: as even as possible, cut only between rows where a single tensor crosses."""
     last = max(placed.rows.values(), default=0)
-    crossing: list[set[str]] = [set() for _ in range(last + 1)]  # tensors between row i and row i + 1
+    crossing: list[set[str]] = [set() for _ in range(last + 1)]  # crossing[i]: tensors between row i and row i + 1
     for source, name in edges:
         for row in range(placed.rows[source], placed.rows[name]):
             crossing[row].add(source)
@@ -166,7 +167,7 @@ def _cut(placed: _Placed, edges: list[tuple[str, str]], rows_per_strip: int) -> 
 
 
 def _lane_offset(lane: int) -> float:
-    """Lanes are as wide as a box, with room for the line that enters at its side."""
+    """The x offset of a lane. A lane is as wide as a box plus room for a line that enters the box at its side."""
     return lane * (_BOX_WIDTH + _LANE)
 
 
@@ -216,14 +217,14 @@ def _box(node: Node, x: float, y: float) -> str:
 
 
 def _edge(x0: float, y0: float, x1: float, y1: float, lane_x: float | None, label: str) -> str:
-    """A line from a box to one below it: straight, or out at the side, down a lane and in at the side."""
+    """A line from a box to a lower box: straight, or out at the side, down a lane, and in at the side."""
     if x0 == x1 and lane_x is None:
         path = f"M{x0:.1f} {y0 + _BOX_HEIGHT / 2:.1f} V{y1 - _BOX_HEIGHT / 2 - 1:.1f}"
         text_x, text_y = x0 + 5, y1 - _BOX_HEIGHT / 2 - 9
     elif x0 < x1:  # into a branch: out at the side, down onto the box
         path = f"M{x0 + _BOX_WIDTH / 2:.1f} {y0:.1f} H{x1 - 8:.1f} q8 0 8 8 V{y1 - _BOX_HEIGHT / 2 - 1:.1f}"
         text_x, text_y = x1 + 5, y1 - _BOX_HEIGHT / 2 - 9
-    else:  # a shortcut, or the end of a branch
+    else:  # a shortcut, or the line at the end of a branch
         x = max(x0, x1) if lane_x is None else lane_x
         start = f"M{x0:.1f} {y0 + _BOX_HEIGHT / 2:.1f}" if x == x0 else (
             f"M{x0 + _BOX_WIDTH / 2:.1f} {y0:.1f} H{x - 8:.1f} q8 0 8 8")
@@ -249,8 +250,9 @@ def _cut_edge(x0: float, y0: float, x1: float, y1: float, lane_x: float | None, 
 
 
 def _legend(graph: Graph) -> tuple[str, float]:
-    """The kinds of operators with their counts, most frequent first. Returns how far to the right the legend
-    reaches."""
+    """Draw the kinds of operators with their counts, most frequent first. Returns the SVG text, and the x coordinate of
+    the legend's right end.
+    """
     counts: dict[str, int] = {}
     for node in graph:
         if not node.is_variable:

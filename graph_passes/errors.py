@@ -12,5 +12,6 @@ class CapacityError(GraphError):
 
 
 class TransientError(GraphError):
-    """Not possible now, but perhaps later, since memory or time ran out. The caller must not store it as a permanent
-    refusal."""
+    """An operation failed because memory or time ran out, and may succeed later. The caller must not store the failure
+    as a permanent refusal.
+    """

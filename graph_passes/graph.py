@@ -28,8 +28,10 @@ from graph_passes.operators import OPERATORS, Ref, Shape, infer_node_shapes
 __all__ = ["VARIABLE", "Graph", "Node", "Ref", "unused_name"]
 
 VARIABLE = "null"  # MXNet's operator name of a variable: an input, a parameter or a running statistic
-_OLD_NAMES = {"_Plus": "elemwise_add", "_plus": "elemwise_add", "_add": "elemwise_add"}  # in JSON of MXNet before 1.0
-_OLD_HINTS = ("ctx_group", "lr_mult", "wd_mult", "force_mirroring", "mirror_stage")  # now __ctx_group__ and the like
+# operator names in JSON of MXNet before 1.0
+_OLD_NAMES = {"_Plus": "elemwise_add", "_plus": "elemwise_add", "_add": "elemwise_add"}
+# attributes of MXNet before 1.0, now called __ctx_group__ and so on
+_OLD_HINTS = ("ctx_group", "lr_mult", "wd_mult", "force_mirroring", "mirror_stage")
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Node:
     name: str
     inputs: tuple[Ref, ...] = ()
     attrs: Mapping[str, Any] = field(default_factory=dict)
-    num_outputs: int = 0  # 0: as the operator table says
+    num_outputs: int = 0  # 0: the number in the operator table
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inputs", tuple(Ref(*ref) for ref in self.inputs))
@@ -65,7 +67,7 @@ class Node:
         return self.op == VARIABLE
 
     def refs(self) -> tuple[Ref, ...]:
-        """References to all its outputs."""
+        """References to all outputs of the node."""
         return tuple(Ref(self.name, index) for index in range(self.num_outputs))
 
     def input(self, role: str) -> Ref:
@@ -81,8 +83,9 @@ class Node:
         return dataclasses.replace(self, **changes)
 
     def derive(self, op: str, name: str, inputs: Iterable[Ref], **attrs: Any) -> Node:
-        """A node of another operator with this node's attributes (those that the other operator has), its hints, and
-        `attrs`."""
+        """A node of another operator `op`. It has this node's hints, this node's attributes that `op` also has, and
+        `attrs`.
+        """
         own, its = OPERATORS[self.op].attrs, OPERATORS[op].attrs
         kept = {key: value for key, value in self.attrs.items() if key in its or key not in own}
         return Node(op, name, tuple(inputs), {**kept, **attrs})
@@ -147,7 +150,7 @@ class Graph:
 
     @cached_property
     def arguments(self) -> tuple[str, ...]:
-        """Names of the other variables: inputs and parameters."""
+        """Names of all variables that are not running statistics: inputs and parameters."""
         return tuple(name for name in self.variables if name not in set(self.aux))
 
     def operators(self) -> Counter[str]:

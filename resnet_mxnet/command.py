@@ -15,8 +15,9 @@ def console() -> None:
 
 
 def run(called_as: str = "") -> None:
-    """Run the program that the command line names, as `python -m MODULE` would. `called_as`: the path of the script if
-    the user has started it, else ""."""
+    """Run the program that the command line names, as `python -m MODULE` would. `called_as`: the path of the console
+    script if the user has started that, else "".
+    """
     sys.meta_path.insert(0, OwnPackages)
     from common.program import CALLED_AS, GUARD, PROGRAMS, TRAIN
 

@@ -1,4 +1,4 @@
-"""Batches of images, networks and presets by name."""
+"""Functions of the library for batches of images, networks and presets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from train.models.network import Network
 
 
 def loader(data: str | os.PathLike[str] | None = None, *, split: str = "train", **options: Any) -> Loader:
-    """The batches of a data set, as training and validation see them.
+    """A loader of the batches that training and validation use.
 
         with rm.loader("photos", batch_size=64, image_size=224) as batches:
             for batch in batches:                   # one epoch
@@ -30,10 +30,9 @@ def loader(data: str | os.PathLike[str] | None = None, *, split: str = "train", 
         options: those of the command `train` that concern images: `config`, `batch_size`, `image_size`, `val_split`,
             `seed`, `device`, all augmentations, ... By default `device` is "cpu" here.
 
-    Returns:
-        A loader. Iterating gives the rest of an epoch as `Batch`es: `data`, an MXNet array (N, height, width, 3),
+    Returns: A loader. Iterating gives the rest of an epoch as `Batch`es: `data`, an MXNet array (N, height, width, 3),
         normalised, read only; `label` (N,) float32; `num_valid`, how many rows count (in validation the last batch is
-        filled up). `loader.class_names` has the classes. Close it, or use it in a `with` block.
+        padded). `loader.class_names` has the classes. Close the loader, or use it in a `with` block.
 
     Raises:
         UserError: the data cannot be read, or an option is wrong.
@@ -68,12 +67,10 @@ def create_model(name: str, num_classes: int = 1000, label_smoothing: float = 0.
         num_classes: the number of classes.
         label_smoothing: the share of the target that other classes get.
 
-    Returns:
-        `Network`, whose `symbol` is an MXNet Symbol with the inputs `data` (N, H, W, 3) and `softmax_label` (N,), and
-        whose `graph` is the same for the passes of this project.
+    Returns: `Network`, whose `symbol` is an MXNet Symbol with the inputs `data` (N, H, W, 3) and `softmax_label` (N,),
+        and whose `graph` is the same network as a Graph of this project's passes.
 
-    Raises:
-        UserError: there is no network of this name, or a number is not allowed.
+    Raises: UserError: no network has this name, or a number is not allowed.
     """
     if not isinstance(name, str):
         raise TrainError(f"name is {name!r}: give one of rm.models()")
@@ -82,5 +79,7 @@ def create_model(name: str, num_classes: int = 1000, label_smoothing: float = 0.
     if not isinstance(label_smoothing, (int, float)) or not 0 <= label_smoothing < 1:
         raise TrainError(f"label_smoothing is {label_smoothing!r}: give a number of at least 0 and below 1")
     name, files = train.models.of_option(name)
-    plugins.load(files)
-    return train.models.create(name, num_classes, label_smoothing)
+    with plugins.alone():
+        plugins.begin_call()
+        plugins.load(files)
+        return train.models.create(name, num_classes, label_smoothing)

@@ -1,4 +1,4 @@
-"""Trained networks: load, predict, embed, validate, export, quantise."""
+"""Loads trained networks, which can predict, embed, validate, export and quantise."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from common import plugins
 from train.command_line import values_of
 from train.commands import export, quantize, validate
 from train.commands.validate import Validated
@@ -20,7 +21,7 @@ Path = str | os.PathLike[str]
 
 
 class Predictions(list[Prediction]):
-    """A list of predictions that a notebook shows with their pictures."""
+    """A list of predictions. A notebook shows the predictions with their pictures."""
 
     def _repr_html_(self) -> str:
         return predictions_html(self)
@@ -43,38 +44,35 @@ def load(
         net = rm.load("runs/photos")
         with rm.load("resnet50.safetensors", device="gpu(1)") as net: ...
 
-    Args:
-        place: a run folder (its best checkpoint is used), a checkpoint, or weights of another program: .pth, .pt,
-            .safetensors, Gluon's .params, an ONNX export of this program.
-        int8: compute with the INT8 network that `quantize` has made of it.
-        device: "auto", "cpu", "gpu", or one of several GPUs, "gpu(1)". auto: the GPU if there is one that the executor
-            can use.
-        executor: "auto", "mxnet", "reference" or "cuda".
-        batch_size: the largest number of images in a forward pass; None: 32, on a GPU 256.
-        num_threads: threads that decode; 0: one for each core.
-        hw_decoder_load: on a GPU, the share of JPEGs that its JPEG engine decodes; -1: DALI's default.
-        max_pixels: an image of more counts as one that cannot be read.
-        plugin: files of plug-ins, if those of the network's run are no longer where they were.
+    Args: place: a run folder (its best checkpoint is used), a checkpoint, or weights of another program: .pth, .pt,
+        .safetensors, Gluon's .params, an ONNX export of this program. int8: compute with the INT8 network that
+        `quantize` has made from this network. device: "auto", "cpu", "gpu", or one of several GPUs, "gpu(1)". auto: the
+        GPU if there is one that the executor can use. executor: "auto", "mxnet", "reference" or "cuda". batch_size: the
+        largest number of images in a forward pass; None: 32, on a GPU 256. num_threads: threads that decode; 0: one for
+        each core. hw_decoder_load: on a GPU, the share of JPEGs that its JPEG engine decodes; -1: DALI's default share.
+        max_pixels: an image with more pixels counts as unreadable. plugin: files of plug-ins, if those of the network's
+        run are no longer where they were.
 
-    Raises:
-        UserError: there are no weights, they are damaged, or the device is not available.
+    Raises: UserError: no weights are found, the weights are damaged, or the device is not available.
     """
     _check_place(place)
     kind, number = device_and_number(device)
     given = {"checkpoint": place, "int8": int8, "device": kind, "executor": executor, "batch_size": batch_size,
              "num_threads": num_threads, "hw_decoder_load": hw_decoder_load, "max_pixels": max_pixels, "plugin": plugin}
-    options = InferenceOptions(**values_of(InferenceOptions, given, command="predict"))
-    return TrainedNetwork(Predictor.load(options, number, may_raise_batch=batch_size is None))
+    with plugins.alone():
+        options = InferenceOptions(**values_of(InferenceOptions, given, command="predict"))
+        return TrainedNetwork(Predictor.load(options, number, may_raise_batch=batch_size is None))
 
 
 def _check_place(place: Any) -> None:
-    """Raise TrainError for what is no path, or none that a file could have."""
+    """Raise TrainError if `place` is not a path, or not a path that a file could have."""
     way_out = "give a run folder, a checkpoint or weights"
     if not isinstance(place, (str, os.PathLike)) or not os.fspath(place):
         raise TrainError(f"{place!r} is not the path of a trained network: {way_out}")
     try:
         os.stat(place)
-    except (FileNotFoundError, NotADirectoryError):  # told with what may be there instead
+    # reported later, with the kinds of files and folders that `load` accepts
+    except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, ValueError) as error:
         raise TrainError(f"{place} cannot be read ({getattr(error, 'strerror', None) or error}): {way_out}") from None
@@ -83,8 +81,8 @@ def _check_place(place: Any) -> None:
 class TrainedNetwork:
     """A trained network on a device; `load` makes one.
 
-    Several may be open side by side. One may be used from several threads, which then take turns. `close`, the end of
-    a `with` block, or the last reference going away frees the device's memory.
+    Several networks may be open at the same time. Several threads may use one network, and then take turns. The
+    device's memory is freed by `close`, at the end of a `with` block, or with the last reference.
     """
 
     def __init__(self, predictor: Predictor) -> None:
@@ -116,7 +114,7 @@ class TrainedNetwork:
 
     @property
     def device(self) -> str:
-        """The device that it runs on: "cpu(0)" or "gpu(1)"."""
+        """The device on which the network runs: "cpu(0)" or "gpu(1)"."""
         return self._predictor.prepared.placement.device
 
     def predict(self, images: Any, top: int = PredictOptions.top,
@@ -142,8 +140,8 @@ class TrainedNetwork:
             For one image a `Prediction`, for several `Predictions`, a list in their order. `prediction.best` is the
             most likely class as a `Guess` with `name`, `index` and `probability`; `prediction.guesses` has all.
 
-        Raises:
-            UserError: an image cannot be read, or is none; or `top` is more than the network has classes.
+        Raises: UserError: an image cannot be read, `images` has no image, or `top` is larger than the network's number
+            of classes.
         """
         if isinstance(top, bool) or not isinstance(top, (int, np.integer)):
             raise TrainError(f"top is {top!r}: give a whole number")
@@ -164,15 +162,14 @@ class TrainedNetwork:
         Returns:
             float32 (C,) for one image, (N, C) for several, in their order; C is `num_features`.
 
-        Raises:
-            UserError: an image cannot be read, or is none; or the network is in INT8.
+        Raises: UserError: an image cannot be read, `images` has no image, or the network is in INT8.
         """
         single, is_one = _in_order(images)
         found = self._predictor.embed(single, on_bad_image)
         return found[0] if is_one else found
 
     def validate(self, data: Path | None = None, **options: Any) -> Validated:
-        """Measure loss and accuracy on labelled images; prints a line, too.
+        """Measure loss and accuracy on labelled images. Also prints a line with the results.
 
             net.validate("photos").top1
 
@@ -184,8 +181,7 @@ class TrainedNetwork:
             `Validated`, with `num_images`, `loss` (nats), `top1` and `top5` (fractions), `balanced_top1`, and
             `plugin_metrics` by name.
 
-        Raises:
-            UserError: the data cannot be read, or have other classes.
+        Raises: UserError: the data cannot be read, or has other classes than the network.
         """
         own = self._predictor.options
         given = {"checkpoint": self.place, "int8": own.int8, "device": own.device, "executor": own.executor,
@@ -214,8 +210,8 @@ class TrainedNetwork:
         export.main(values_of(ExportOptions, given, command="export"))
 
     def quantize(self, **options: Any) -> TrainedNetwork:
-        """Make an INT8 network of this one, on the CPU, and print what that costs in accuracy. It is written beside the
-        checkpoint.
+        """Make an INT8 network from this network, on the CPU, and print the loss of accuracy. The INT8 network is
+        written beside the checkpoint.
 
             small = net.quantize(images=512)
 
@@ -226,8 +222,7 @@ class TrainedNetwork:
         Returns:
             The INT8 network, loaded like this one. `load(place, int8=True)` loads it later.
 
-        Raises:
-            UserError: there is such a network already, or too few images.
+        Raises: UserError: the checkpoint has an INT8 network already, or there are too few images.
         """
         own = self._predictor.options
         given = {"checkpoint": self.place, "plugin": own.plugin} | options
@@ -235,7 +230,7 @@ class TrainedNetwork:
         return load(self.place, int8=True, device=own.device, plugin=own.plugin)
 
     def close(self) -> None:
-        """Free the device's memory and all threads now. The network is not to be used any more."""
+        """Free the device's memory and all threads now. The network cannot be used afterwards."""
         self._predictor.close()
 
     def __enter__(self) -> TrainedNetwork:
@@ -246,7 +241,7 @@ class TrainedNetwork:
 
 
 def _in_order(images: Any) -> tuple[list[Any], bool]:
-    """`listed`, for images that have an order. Raises UserError."""
+    """Like `listed`, but raises UserError for images without an order."""
     if isinstance(images, str) and not images:
         raise TrainError("the path of the images is empty: give a file, a folder, or images")
     if isinstance(images, (Set, Mapping)):

@@ -1,4 +1,4 @@
-"""Finds this project's packages in the folder that holds this one only.
+"""Makes Python find this project's packages only in the folder that holds this package.
 
 The working folder may have a foreign `train.py`, and PYTHONPATH a foreign package `common`.
 """
@@ -24,8 +24,9 @@ class OwnPackages:
 
 
 def import_packages() -> None:
-    """Import the packages that the library is made of. They import nothing slow. Raises ImportError if the program has
-    imported another package or module of such a name."""
+    """Import the packages that the library is made of. These imports are fast. Raises ImportError if the program has
+    imported another package or module of an equal name.
+    """
     sys.meta_path.insert(0, OwnPackages)
     try:
         for name in PACKAGES:

@@ -1,4 +1,4 @@
-"""Runs: train one, read what it has left."""
+"""Trains runs, and reads their results."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from train.report.notebook import columns, summary_html
 
 
 class Run(runs.Run):
-    """A run in its folder, as far as it has come when it is read. `train`, `load_run` and `list_runs` make them. A
-    notebook shows it as a table with its curves."""
+    """A run, with the results that its folder had when the run was read. `train`, `load_run` and `list_runs` make them.
+    A notebook shows it as a table with its curves.
+    """
 
     def __repr__(self) -> str:
         if self.damage:
@@ -50,14 +51,16 @@ class Run(runs.Run):
     @cached_property
     def history(self) -> dict[str, np.ndarray]:
         """Columns by epoch, each (epochs,): `epoch` (from 1), `hours`, `images_per_sec`, `train_loss` (nats),
-        `train_top1`, `val_loss`, `val_top1`, `val_top5` (fractions) and others; NaN where an epoch has no value.
-        Columns without any value are left out."""
+        `train_top1`, `val_loss`, `val_top1`, `val_top5` (fractions) and others; NaN in epochs without a value. Columns
+        without any value are left out.
+        """
         return columns(self.record.epochs)
 
     @cached_property
     def steps(self) -> dict[str, np.ndarray]:
         """Columns by log line, each (lines,): `step`, `epoch` (with its fraction), `loss` (nats), `top1`,
-        `learning_rate` and `skipped_steps`, means over the steps since the line before."""
+        `learning_rate` and `skipped_steps`, each a mean over the steps since the previous line.
+        """
         return columns(self.record.loss_curve)
 
     def load(self, **options: Any) -> TrainedNetwork:
@@ -72,18 +75,16 @@ def train(*, callbacks: Sequence[Any] = (), **options: Any) -> Run:
         run = rm.train(data="photos", weights="resnet18.safetensors", config="finetune", output="runs/photos")
         run = rm.train(resume="runs/photos", epochs=10)
 
-    Args:
-        callbacks: functions that are called at the end of each epoch with its number (from 1) and its results by name,
-            such as `train_loss`, `val_top1` (fractions; `Run.history` has the names). If one returns True, or a
-            sentence that says why, the run ends there. Also what `callback` takes: objects and classes with the hooks.
+    Args: callbacks: functions that are called at the end of each epoch with its number (from 1) and its results by
+        name, such as `train_loss`, `val_top1` (fractions; `Run.history` has the names). If one returns True, or a
+        sentence that says why, the run ends there. Objects and classes with the hooks of `callback` are accepted too.
         options: those of `resnet-mxnet train --help`, with underscores: `batch_size=64` for --batch-size 64,
             `tensorboard=False` for --no-tensorboard. Paths may be `pathlib.Path`; None counts as not given.
 
     Returns:
         The run. Its folder has the checkpoints and the report.
 
-    Raises:
-        UserError: a mistake in the options, the data or the weights. The text is that of the command line.
+    Raises: UserError: a mistake in the options, the data or the weights. The text is the message of the command line.
         StoppedBySignal: Ctrl-C (in a notebook: interrupt), SIGTERM or SIGHUP arrived, in the main thread. The run is
             saved; `train(resume=folder)` resumes it. In other threads signals are left to the program.
     """
@@ -92,27 +93,25 @@ def train(*, callbacks: Sequence[Any] = (), **options: Any) -> Run:
 
 
 def load_run(folder: str | os.PathLike[str]) -> Run:
-    """Read the run in a folder, also while it trains.
+    """Read the run in a folder; the run may still be training.
 
         rm.load_run("runs/photos").history["train_loss"]
 
-    Raises:
-        UserError: there is no run in this folder, or its metrics cannot be read.
+    Raises: UserError: the folder has no run, or its metrics cannot be read.
     """
     return Run.read(_folder(folder))
 
 
 def list_runs(folder: str | os.PathLike[str] = "runs") -> list[Run]:
-    """The runs in a folder, up to three levels below it, the one that has changed last first, as the command `runs`
-    lists them.
+    """The runs in a folder and up to three levels below it, as the command `runs` lists them: the run that changed last
+    comes first.
 
         for run in rm.list_runs():
             print(run.folder, run.state, run.best_top1, run.config.get("learning_rate"))
 
     A run whose metrics cannot be read has the state "damaged", no history, and in `reason` a sentence that says why.
 
-    Raises:
-        UserError: there is no such folder.
+    Raises: UserError: the folder does not exist.
     """
     return Run.list_runs([_folder(folder)])
 
@@ -124,18 +123,19 @@ def compare(*folders: str | os.PathLike[str], accuracies: Sequence[float] = ()) 
         found = rm.compare("runs/a", "runs/b")
         print(found.markdown())
 
-    Args:
-        folders: run folders, or folders that hold some.
-        accuracies: top-1 accuracies (fractions) for the time to accuracy; (): some that the runs reach.
+    Args: folders: run folders, or folders that hold some. accuracies: top-1 accuracies (fractions) for the time to
+        accuracy; (): a choice of accuracies that the runs reach.
 
-    Raises:
-        UserError: there is no such folder, no run in it can be compared, or an accuracy is not above 0 and at most 1.
+    Raises: UserError: a folder does not exist or has no run that can be compared, or an accuracy is not above 0 and at
+        most 1.
     """
     return compare_folders([_folder(folder) for folder in folders], _checked(accuracies))
 
 
 def _folder(given: Any) -> Path:
-    """The folder that a program has passed. Raises TrainError for "" (the working folder), and unless it is a path."""
+    """The folder that a program has passed, as a Path. Raises TrainError if `given` is not a path, or is "", which
+    would mean the working folder.
+    """
     if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
         raise TrainError(f"{given!r} is not a folder: give the path of a run, or of a folder that holds runs")
     return Path(given)

@@ -2,10 +2,10 @@
 """Build Horovod, and train/processes/allreduce.cc with it, for the MXNet of the Python that runs this script:
 build_horovod.py FOLDER
 
-scripts/setup.sh runs it in the new environment. FOLDER keeps sources and compiled objects, so that a repeated call does
-only the remaining work. It needs only g++. Horovod's own build requires CMake older than 4 and, for GPUs, a CUDA
-toolkit with nvcc, for kernels that nothing here calls (HOROVOD_KERNELS). CUDA's headers come from NVIDIA's wheels, also
-in FOLDER.
+scripts/setup.sh runs this script in the new environment. FOLDER keeps sources and compiled objects, so that a repeated
+call does only the remaining work. This script needs only g++. Horovod's own build requires CMake older than 4. For GPUs
+it also requires a CUDA toolkit with nvcc, for kernels that this project never calls (HOROVOD_KERNELS). CUDA's headers
+come from NVIDIA's wheels, which are kept in FOLDER, too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BUCKET_LIBRARY = "bucket_allreduce.so"  # as in train/processes/allreduce.py
 # CUDA 12's static runtime, which runs with drivers for CUDA 12 and newer, and its headers, which need `crt/` and `nv/`.
 CUDA_WHEELS = ("nvidia-cuda-runtime-cu12==12.9.79", "nvidia-cuda-nvcc-cu12==12.9.86", "nvidia-cuda-cccl-cu12==12.9.27")
 CONTROL_GROUP = Path("/sys/fs/cgroup")
-BYTES_PER_COMPILER = 0.8e9  # the largest part takes 0.64e9 (g++ 12)
+BYTES_PER_COMPILER = 0.8e9  # memory of one compiler; the largest part takes 0.64e9 bytes (g++ 12)
 
 # Headers that g++'s other headers included until version 13 (cstdint: until 15).
 INCLUDED = (
@@ -44,15 +44,16 @@ INCLUDED = (
 REPLACED = (
     # An assignment to a constant, which g++ accepted before version 14.
     ("third_party/flatbuffers/include/flatbuffers/stl_emulation.h", "const size_type count_;", "size_type count_;"),
-    # A name that is read after the operation may have ended and freed it; with one process this crashed often.
+    # A name that is read after the operation may have ended and freed it; runs with one process often crashed because
+    # of this.
     ("horovod/mxnet/mpi_ops.cc", "ops_param->op_names[0]", "std::string(ops_param->op_names[0])"),
     # Only driver packages for developers contain the file without a version number.
     ("horovod/mxnet/cuda_util.cc", '"libcuda.so"', '"libcuda.so.1"'),
 
-    # Errors after the loss of a process. MXNet records the errors of its operations without a lock, and several
-    # failures at once have corrupted its heap. So operations complete without an error, and Python asks for the first
-    # failure after each wait (train/processes/horovod_mxnet.py). In a program that does not ask, MXNet reports errors
-    # as before.
+    # Errors after the loss of a process. MXNet records the errors of its operations without a lock, and simultaneous
+    # failures have corrupted the heap. So operations complete without an error here, and Python asks for the first
+    # failure after each wait (train/processes/horovod_mxnet.py). In a program that never asks, MXNet reports errors as
+    # before.
     ("horovod/mxnet/mpi_ops.cc", "inline void InvokeCompleteCallback(", """\
 static std::atomic_bool keeps_failures{false};
 static std::mutex failure_mutex;
@@ -87,7 +88,8 @@ inline void InvokeCompleteCallback("""),
     auto error = dmlc::Error(status.reason());
     on_complete(&error);
 """),
-    # The same for operations that Horovod no longer accepts, which would otherwise throw in MXNet's thread.
+    # Operations that Horovod no longer accepts also complete without an error. They would otherwise throw in MXNet's
+    # thread.
     ("horovod/mxnet/mpi_ops.cc", """\
   ThrowIfError(common::CheckInitialized());
 
@@ -103,8 +105,8 @@ inline void InvokeCompleteCallback("""),
     ("horovod/mxnet/mpi_ops.cc", "ThrowIfError(enqueue_result);",
      "if (!enqueue_result.ok()) InvokeCompleteCallback(on_complete, enqueue_result);"),
     # An operation that Gloo aborts leaves its connections in the middle of a message. Horovod then began the next
-    # operation, which waited for a process that was still waiting in the first one, until Gloo's time-out. Now Horovod
-    # ends at once.
+    # operation, and this operation waited until Gloo's time-out for a process that was still waiting in the first
+    # operation. Now Horovod ends at once.
     ("horovod/common/operations.cc", "    status = Status::UnknownError(ex.what());\n", """\
     status = Status::UnknownError(ex.what());
     for (auto& e : entries) {
@@ -114,8 +116,8 @@ inline void InvokeCompleteCallback("""),
     if (entries.empty() || entries[0].device == CPU_DEVICE_ID) throw;
     return;
 """),
-    # If another process is lost while they connect, Gloo throws in Horovod's thread. The exception was not caught, and
-    # aborted the process. Now Python gets the error, and may connect again.
+    # If a process is lost while the processes connect, Gloo throws in Horovod's thread. The exception was not caught,
+    # and aborted the process. Now Python gets the error, and may connect again.
     ("horovod/common/operations.cc", """\
     global_gloo_context.Initialize(ParseGlooIface());
   }
@@ -145,7 +147,7 @@ inline void InvokeCompleteCallback("""),
     horovod_global.initialization_done = false;
     horovod_global.initialization_failed = false;
     horovod_global.background"""),
-    # An operation that came between Horovod's end and the check whether it has ended was never completed.
+    # An operation enqueued between Horovod's end and the check for that end was never completed.
     ("horovod/common/tensor_queue.h", "  mutable std::mutex mutex_;", """\
   mutable std::mutex mutex_;
   Status ended_ = Status::OK();  // else why nothing is taken any more
@@ -186,7 +188,7 @@ protected:"""),
   LOG(TRACE) << "Initializing new process set with Gloo: \"""", """\
   tensor_queue.Begin();
   LOG(TRACE) << "Initializing new process set with Gloo: \""""),
-    # The end of a connection throws in Gloo's own thread. The exception was not caught, and ended the process.
+    # The end of a connection throws in Gloo's own thread. Nothing caught the exception, so it ended the process.
     ("third_party/gloo/gloo/transport/tcp/pair.cc", "    handleReadWrite(events);\n", """\
     try {
       handleReadWrite(events);
@@ -227,8 +229,8 @@ PARTS = {
 GPU_PARTS = {"gpu": ("horovod/common/ops", "cuda_operations gpu_operations nccl_operations")}
 COLLECTIVES = ("ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER")
 
-# Replaces horovod/common/ops/cuda/cuda_kernels.cu, which needs nvcc. Horovod scales only for averages that NCCL does
-# not compute itself.
+# Replaces horovod/common/ops/cuda/cuda_kernels.cu, which needs nvcc. Horovod calls its scaling kernels only for
+# averages that NCCL does not compute itself.
 HOROVOD_KERNELS = """
 #include <stdexcept>
 #include "horovod/common/ops/cuda/cuda_kernels.h"
@@ -252,7 +254,7 @@ void BatchedScaledD2DMemcpyCudaImpl(BatchedD2DParams& params, int num_copies, do
 }
 }
 """
-# The configuration that Gloo's CMake would generate: TCP between machines, nothing else.
+# The configuration that Gloo's CMake would generate: only TCP between machines.
 GLOO_CONFIG = """#pragma once
 #define GLOO_VERSION_MAJOR 0
 #define GLOO_VERSION_MINOR 5
@@ -285,7 +287,8 @@ def fetch_source(folder: Path) -> Path:
         unpacked = folder / "unpacked"
         shutil.rmtree(unpacked, ignore_errors=True)
         with tarfile.open(folder / f"horovod-{VERSION}.tar.gz") as archive:
-            # Python 3.12 and 3.13 warn without a filter; 3.10 and 3.11 have it since 3.10.12 and 3.11.4 only.
+            # Without a filter Python 3.12 and 3.13 print a warning. Python 3.10 and 3.11 accept a filter only since
+            # 3.10.12 and 3.11.4.
             archive.extractall(unpacked, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
         mend(unpacked / f"horovod-{VERSION}")
         for before in filter(Path.is_dir, folder.glob("horovod-*")):
@@ -315,7 +318,7 @@ def fetch_cuda(folder: Path) -> Path:
         unpacked = folder / "cuda-unpacked"
         shutil.rmtree(unpacked, ignore_errors=True)
         pip("install", "--no-deps", "--no-compile", "--target", str(unpacked), *CUDA_WHEELS)
-        for unused in ("bin", "nvvm"):  # 100 MB
+        for unused in ("bin", "nvvm"):  # unused folders of 100 MB
             shutil.rmtree(unpacked / "nvidia" / "cuda_nvcc" / unused, ignore_errors=True)
         unpacked.rename(cuda)
     return cuda
@@ -337,7 +340,7 @@ def package(name: str) -> Path:
 
 
 def plan(source: Path, mxnet: Path, nccl: Path | None, cuda: Path | None) -> list[Unit]:
-    """The units to compile; with GPU support if `nccl` and `cuda` are given."""
+    """The units to compile. They have GPU support if `nccl` and `cuda` are given."""
     includes = [f"-I{source}", f"-I{source}/third_party/gloo", f"-I{source.parent}/include"]
     includes += [f"-I{path}" for path in sorted(source.glob("third_party/*/include"))]
     includes += [f"-I{path}" for path in sorted(source.glob("third_party/boost/*/include"))]
@@ -351,7 +354,8 @@ def plan(source: Path, mxnet: Path, nccl: Path | None, cuda: Path | None) -> lis
     if cuda and nccl:
         parts |= GPU_PARTS
         flags += ["-DHAVE_CUDA=1", "-DHAVE_GPU=1", "-DHAVE_NCCL=1"]
-        flags += [f"-DHOROVOD_GPU_{operation}={ord('N')}" for operation in COLLECTIVES]  # N for NCCL
+        # Horovod reads the letter N as NCCL
+        flags += [f"-DHOROVOD_GPU_{operation}={ord('N')}" for operation in COLLECTIVES]
         includes += [f"-isystem{path}" for path in (*sorted(cuda.glob("nvidia/*/include")), nccl / "include")]
     units = [
         Unit(name, "".join(f'#include "{source}/{folder}/{file}.cc"\n' for file in files.split()), (*flags, *includes))
@@ -401,14 +405,14 @@ def available_memory() -> float:
     """Bytes of memory available on the machine, or less if the container's limit is lower."""
     with open("/proc/meminfo") as file:
         free = next(1024.0 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # files of control groups, versions 2 and 1
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # memory limits of control groups, versions 2 and 1
         with contextlib.suppress(OSError, ValueError):  # "max" means no limit
             free = min(free, float((CONTROL_GROUP / name).read_text()))
     return free
 
 
 def compile_all(units: Sequence[Unit], folder: Path) -> list[Path]:
-    """Compile all units; returns their objects in order, and prints the progress."""
+    """Compile all units, and print the progress. Returns the object files in the order of the units."""
     folder.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     objects = {}
@@ -428,7 +432,7 @@ def compile_all(units: Sequence[Unit], folder: Path) -> list[Path]:
 
 def link(objects: Sequence[Path], folder: Path, mxnet: Path, nccl: Path | None, cuda: Path | None,
          source: Path) -> tuple[Path, Path]:
-    """Link Horovod's library and the one of allreduce.cc, in `folder`."""
+    """Link Horovod's library, and the library of allreduce.cc, in `folder`. Returns both paths."""
     *own, allreduce = map(str, objects)
     # The environment's packages, relative to site-packages/horovod/mxnet, because the environment may be moved.
     search = "-Wl,-rpath,$ORIGIN:$ORIGIN/../../mxnet:$ORIGIN/../../nvidia/nccl/lib"
@@ -453,7 +457,8 @@ def install(source: Path, libraries: Sequence[Path]) -> None:
         pip("install", "--no-compile", "--no-build-isolation", "--no-deps", str(source))
     importlib.invalidate_caches()
     installed = package("horovod")
-    (installed / "metadata.json").write_text('{"mxnet": "1.9.1"}\n')  # Horovod checks this at each import
+    # Horovod compares this version with MXNet's at each import
+    (installed / "metadata.json").write_text('{"mxnet": "1.9.1"}\n')
     for library in libraries:
         place = installed / "mxnet" / library.name
         shutil.copy(library, place.with_suffix(".unfinished"))
@@ -462,7 +467,7 @@ def install(source: Path, libraries: Sequence[Path]) -> None:
 
 @contextlib.contextmanager
 def environment(**variables: str) -> Iterator[None]:
-    """Inside, environment variables for child programs."""
+    """Set environment variables for child programs inside the block."""
     os.environ.update(variables)
     try:
         yield

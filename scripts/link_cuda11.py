@@ -6,10 +6,11 @@ libmxnet.so searches its own folder first (RPATH $ORIGIN), so each library gets 
 - if a wheel has installed the real library (always CUDA's runtime, NVTX and NCCL; the others with the extra `cuda11`),
   a link to it;
 - otherwise a link to a stub, compiled here: functions that create handles return 'success', all others fail. The real
-  libraries are 2.6 GB, and the cuda executor calls none of them. With stubs, stock MXNet operators fail on the GPU.
-  They do so anyway on a GPU of compute capability 9.0 or later, for which mxnet-cu117 has no kernels.
+  libraries are 2.6 GB, and the cuda executor calls none of them. With stubs, stock MXNet operators fail on the GPU. On
+  a GPU of compute capability 9.0 or later they fail with the real libraries too, because mxnet-cu117 has no kernels for
+  these GPUs.
 
-Compiling stubs needs gcc and binutils' nm. The script can be repeated: it makes everything anew.
+Compiling stubs needs gcc and binutils' nm. The script can be repeated: each run makes all links and stubs anew.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ FAIL = "(void) { return 999; }"
 # Libraries that must be real, because MXNet calls them at import or when it moves data.
 REAL = ("libcudart.so.11.0", "libnvToolsExt.so.1", "libnccl.so.2")
 
-# Function prefix -> (library, the functions that MXNet calls to create a stream's handles).
+# Function prefix -> (library, its functions that MXNet calls to create a stream's handles).
 STUBS = {
     "cublas": (
         "libcublas.so.11",

@@ -1,4 +1,6 @@
-"""The entry point: parse the command line, then import and run the command. `python -m train --help` lists them."""
+"""The entry point: parse the command line, then import and run the command. `python -m train --help` lists the
+commands.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from train.processes.pulse import pulse
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a command and return the exit code. A user's mistake is printed on stderr as one sentence, with code 2."""
+    """Run a command and return the exit code. A user's mistake is printed on stderr as one sentence, and the exit code
+    is then 2.
+    """
     try:
         return exit_code_of(naming_machine()(partial(_run, arguments)))
     finally:
@@ -51,7 +55,7 @@ def _run(arguments: Sequence[str]) -> int:
         if command.outlasts_output:
             make_lasting()
         if __name__ == "__main__":
-            guard(speaks=is_first())  # before the imports, because they start threads
+            guard(speaks=is_first())  # called before the imports, because these start threads
         phases.begin()
         run = command.load()
         if __name__ == "__main__":
@@ -93,6 +97,7 @@ def _check_processes(name: str) -> None:
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    gc.freeze()  # else the collector looks through all objects several times at exit, which takes a quarter of a second
+    # otherwise the garbage collector would scan all objects several times at exit, which takes a quarter of a second
+    gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""Work beside the training, one piece at a time, in a thread."""
+"""Runs work in a thread while the training continues, one piece at a time."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 
 class Background:
-    """Does one piece of work at a time beside the calling thread.
+    """Runs one piece of work at a time in its own thread, while the calling thread continues.
 
-    The thread is a daemon: a process that ends at a second Ctrl-C does not wait for it.
+    The thread is a daemon, so that a process that ends at a second Ctrl-C does not wait for the work.
     """
 
     def __init__(self) -> None:
@@ -17,7 +17,7 @@ class Background:
         self._error: BaseException | None = None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Begin `work`. The piece before it must have been waited for."""
+        """Begin `work`. The caller must have called `wait` for the previous work."""
         assert self._thread is None, "wait() comes first"
         self._thread = threading.Thread(target=self._do, args=(work,), name="background", daemon=True)
         self._thread.start()
@@ -25,7 +25,7 @@ class Background:
     def _do(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except BaseException as error:  # raised again by `wait`, in the thread that cares
+        except BaseException as error:  # `wait` raises the error again, in the thread that started the work
             self._error = error
 
     @property
@@ -38,7 +38,7 @@ class Background:
         return self._error is not None and not self.is_running
 
     def wait(self) -> None:
-        """Wait until the work, if any, is done. Raises the error that has ended it, once."""
+        """Wait until the work, if any, is done. If an error has ended the work, raise the error, once."""
         if self._thread:
             self._thread.join()
         self._thread, error, self._error = None, self._error, None

@@ -42,12 +42,13 @@ from train.weights.int8_file import Int8Network, executor_of
 if TYPE_CHECKING:
     from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 
-# MXNet's memory for a training step on the CPU, divided by our planner's estimate for the same graph. Measured: 1.17
-# for each further image of 224 pixels in ResNet-50 (batch 2, 8 and 16), plus half a GiB.
+# MXNet's memory for a training step on the CPU, divided by our planner's estimate for the same graph. Measured with
+# ResNet-50 at 224 pixels (batch 2, 8 and 16): a ratio of 1.17 for each further image, plus half a GiB.
 MXNET_MEMORY = 1.15
-# The same ratio for inference. Measured: 1.7 to 2.0 (ResNet-18 and 50, from 4 images of 1024 pixels to 16 of 768).
+# MXNet's memory divided by the planner's estimate, for inference. Measured: 1.7 to 2.0 (ResNet-18 and 50, from 4 images
+# of 1024 pixels to 16 of 768).
 MXNET_INFERENCE_MEMORY = 2.0
-MXNET_LARGEST = 2**31  # elements of a tensor; MXNet 1.9.1 is built for fewer than this
+MXNET_LARGEST = 2**31  # elements of a tensor; MXNet 1.9.1 is built for tensors with fewer elements
 
 
 def network_dtype(config: Config, placement: Placement) -> str:
@@ -89,17 +90,17 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
                whose: str = "") -> Loader:
     """The loader of this process's shard of the split "train" or "val". Raises DataError or TrainError.
 
-    `classes`: the network's classes, if known. Labels are then indices into them, and training data must have all of
-    them. `whose` says in messages where the classes come from.
+    `classes`: the network's classes, if known. Labels are then indices into `classes`, and training data must have all
+    of these classes. `whose` says in messages where the classes come from.
     """
     if split == "train" and config.batch_size == 1 and (config.mixup or config.cutmix):
         raise TrainError(f"{option_name('mixup' if config.mixup else 'cutmix')} mixes the images of a batch, but "
                          "--batch-size 1 has a single one: raise --batch-size, or leave out the mixing")
     options = config
-    # a fixed share instead of the fastest one: an image's pixels depend on its decoder
+    # a fixed share instead of the fastest share, because an image's pixels depend on the decoder
     if config.hw_decoder_load < 0 and config.deterministic:
         options = replace(config, hw_decoder_load=pipelines.DEFAULT_HW_DECODER_LOAD)
-    loader = pipelines.open_loader(  # imports DALI, which a program without data does not need
+    loader = pipelines.open_loader(  # this call imports DALI, which a program without data does not need
         LoaderConfig(
             data=str(SAMPLES_FOLDER) if config.data == SAMPLES else config.data,
             split=split,
@@ -179,7 +180,7 @@ def class_remarks(data: str, train_loader: Loader, val_loader: Loader) -> list[s
 
 
 def _met(loader: Loader, wanted: set[int]) -> set[int]:
-    """The wanted classes that occur in a split. Reads images until all of them are found."""
+    """The wanted classes that occur in a split. Reads images until all wanted classes are found."""
     met: set[int] = set()
     for label in loader.labels_met():
         met.add(loader.labels[label])
@@ -247,8 +248,9 @@ def class_weights(config: Config, loader: Loader) -> list[float]:
 
 
 def with_loss(config: Config, graph: Graph, class_weights: Sequence[float] = ()) -> Graph:
-    """Set the loss of `--loss` in a network, which also determines the probabilities that it returns. Raises UserError
-    for a plug-in's loss that cannot be trained with."""
+    """Set the loss of `--loss` in a network. The loss also determines how the network computes probabilities. Raises
+    UserError if a plug-in's loss cannot be used for training.
+    """
     if config.loss == BCE:
         return passes.binary_cross_entropy(graph, config.bce_threshold)
     if config.loss != SOFTMAX:
@@ -257,8 +259,10 @@ def with_loss(config: Config, graph: Graph, class_weights: Sequence[float] = ())
 
 
 def training_graph(config: Config, network: Network, class_weights: Sequence[float] = ()) -> Graph:
-    """The graph for training: with the loss of `--loss`, the marks of `--freeze` and `--backbone-lr-factor`, stochastic
-    depth (per sample or per batch) and dropout. Raises TrainError for layers that cannot be frozen or dropped."""
+    """The graph for training. It has the loss of `--loss`, the marks of `--freeze` and `--backbone-lr-factor`,
+    stochastic depth (per sample or per batch) and dropout. Raises TrainError for layers that cannot be frozen or
+    dropped.
+    """
     graph, option = with_loss(config, network.graph, class_weights), ""
     try:
         if config.freeze:
@@ -281,9 +285,10 @@ def training_graph(config: Config, network: Network, class_weights: Sequence[flo
 @phase(NETWORK)
 def check_memory(config: Config, num_classes: int, image_size: int, placement: Placement, training: bool = True
                  ) -> None:
-    """Raise CapacityError if this machine's memory is too small for a training step, or for inference, on the CPU: the
-    system would kill the process silently. The cuda executor makes its own check. Raises TrainError if the network
-    cannot read images of this size."""
+    """Raise CapacityError if this machine's memory is too small for a training step, or for inference, on the CPU.
+    Without this check the system would kill the process silently. The cuda executor checks its memory itself. Raises
+    TrainError if the network cannot read images of this size.
+    """
     network = models.create(config.model, num_classes, config.label_smoothing, config.image_size)
     network.check_image_size(image_size)
     if placement.executor != "mxnet" or not placement.device.startswith("cpu"):
@@ -319,13 +324,14 @@ def build_executor(
     class_weights: Sequence[float] = (),
     answer: Ref | None = None,
 ) -> Executor:
-    """Build the network with the parameters of `checkpoint`, or with initial ones. Raises GraphError or TrainError.
+    """Build the network with the parameters of `checkpoint`, or with initial parameters. Raises GraphError or
+    TrainError.
 
-    `image_size`: size of the first batches, in pixels; for other sizes the executor is built again when they come.
-    `all_reduce`: the gradients will be averaged with other processes. `bn_group`: see `join_bn_group`.
+    `image_size`: size of the first batches, in pixels; the executor is built again when the first batch of another size
+    comes. `all_reduce`: the gradients will be averaged with other processes. `bn_group`: see `join_bn_group`.
     `largest_image_size`: the largest size of training images to come, for which the cuda executor reserves memory now.
-    `class_weights`: see the function `class_weights`. `answer`: with the cuda executor, the tensor that inference ends
-    at.
+    `class_weights`: see the function `class_weights`. `answer`: the tensor that inference returns, for the cuda
+    executor only.
     """
     network = models.create(config.model, num_classes, config.label_smoothing, config.image_size)
     network.check_image_size(image_size)

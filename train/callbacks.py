@@ -1,6 +1,6 @@
-"""The callbacks of plug-ins. The training loop calls them in process 0; they may ask to stop the run.
+"""The callbacks of plug-ins. The training loop calls the callbacks in process 0; a callback may ask to stop the run.
 
-An exception in a callback ends the run after a checkpoint. The message names its file and line.
+An exception in a callback ends the run after a checkpoint. The message names the file and line of the exception.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from train.errors import TrainError
 from train.plugins import HOOKS
 from train.processes.signals import StoppedBySignal
 
-# Horovod's exceptions that end a session of an elastic run; the next session continues (compared by name, as in
+# Horovod's exceptions that end a session of an elastic run; the next session continues (compared by class name, as in
 # distributed.py).
 SESSION_ENDS = ("HorovodInternalError", "HostsUpdatedInterrupt")
 ON_CHECKPOINT = "on_checkpoint"
@@ -29,7 +29,7 @@ ON_CHECKPOINT = "on_checkpoint"
 
 @dataclass
 class LiveRun:
-    """The view of a run that callbacks get."""
+    """The object that callbacks get to read and stop a run."""
 
     folder: Path
     config: dict[str, Any]  # the options by name, as in config.json
@@ -38,18 +38,19 @@ class LiveRun:
     _stop: str = field(default="", repr=False)
 
     def stop(self, why: str) -> None:
-        """End the run after the current step, with a checkpoint. `why` is printed and recorded; of several reasons the
-        first is kept. May be called from any thread."""
+        """End the run after the current step, with a checkpoint. `why` is printed and recorded; if several reasons are
+        given, the first is kept. Any thread may call this method.
+        """
         self._stop = self._stop or why
 
     @property
     def reason(self) -> str:
-        """Why a callback wants the run to end; "" as long as none does."""
+        """The reason for which a callback wants the run to end; "" if no callback wants that."""
         return self._stop
 
 
 class Wish(NamedTuple):
-    """The request of process 0's callbacks: to end the run for a `reason`, or because one of them has failed."""
+    """The request of process 0's callbacks to end the run, for a `reason` or because a callback has failed."""
 
     reason: str = ""
     failure: str = ""
@@ -100,7 +101,7 @@ class Callbacks:
 
     @property
     def hear_checkpoints(self) -> bool:
-        """Whether any of them is told of checkpoints; equal in all processes."""
+        """Whether any callback has the hook for checkpoints; equal in all processes."""
         return any(hasattr(each.made, ON_CHECKPOINT) or each.name == ON_CHECKPOINT for each in self._registered)
 
     @property
@@ -113,14 +114,14 @@ class Callbacks:
         return any(self.wish)
 
     def start(self) -> None:
-        """A session of the run begins."""
+        """Tell the callbacks that a session of the run begins."""
         self._call("on_run_start", self._run)
 
     def end_epoch(self, epoch: int, metrics: Mapping[str, float]) -> None:
         self._call("on_epoch_end", epoch, dict(metrics))
 
     def saved(self, path: Path) -> None:
-        """A checkpoint has been written."""
+        """Tell the callbacks that a checkpoint has been written."""
         self._call(ON_CHECKPOINT, path)
 
     def end(self, reason: str) -> None:
@@ -129,7 +130,8 @@ class Callbacks:
     @contextlib.contextmanager
     def reporting_failures(self) -> Iterator[None]:
         """A context in which the run trains. Reports a signal or an error that ends the run to the callbacks. If a
-        callback then fails, its name is only printed, because the run's own error matters more."""
+        callback then fails, only the callback's name is printed, because the run's own error matters more.
+        """
         try:
             yield
         except BaseException as error:
@@ -155,7 +157,7 @@ class Callbacks:
                     self._run.stop(answer)
 
     def _answer(self, each: Registered, hook: str, arguments: tuple[Any, ...]) -> str:
-        """The return value of a callback's hook; "" if it has no such hook. Raises _Failed."""
+        """The return value of a callback's hook; "" if the callback lacks the hook. Raises _Failed."""
         try:
             function = self._function(each, hook)
             answer = plugins.call(each, *arguments, what=function) if function else None
@@ -169,7 +171,7 @@ class Callbacks:
         return answer or ""
 
     def _function(self, each: Registered, hook: str) -> Callable[..., Any] | None:
-        """A callback's function for a hook, if it has one."""
+        """A callback's function for a hook; None if the callback lacks the hook."""
         if inspect.isroutine(each.made):
             own = each.name if each.name in HOOKS else "on_epoch_end"
             return each.made if own == hook else None

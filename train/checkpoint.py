@@ -1,7 +1,8 @@
 """Checkpoints, written atomically.
 
-A checkpoint is a NumPy .npz file: a zip of .npy arrays. Each has a CRC-32, so truncation and damage are detected. It is
-made without pickle and readable with `numpy.load`. A further member, meta.json, holds everything else:
+A checkpoint is a NumPy .npz file: a zip of .npy arrays. Each array has a CRC-32, so truncation and damage are detected.
+The file contains no pickled objects and can be read with `numpy.load`. A further member, meta.json, holds everything
+else:
 
     params/<name>, aux/<name>    canonical: fp32, convolution weights OHWI
     state/<slot>/<name>          the optimizer's state, such as the momentum, canonical
@@ -16,7 +17,8 @@ made without pickle and readable with `numpy.load`. A further member, meta.json,
                                  random generator, the optimizer's scalars (loss scaling, number of updates), the
                                  shares of biased statistics
 
-Version 1, which can still be read, had momenta/<name> for state/momentum/<name>, and loss_scaling for scalars.
+Version 1 can still be read. It had momenta/<name> instead of state/momentum/<name>, and loss_scaling instead of
+scalars.
 
 The learning rate is a function of the step, so the schedule needs no state.
 """
@@ -75,8 +77,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class Biased:
-    """Running statistics and their moving averages that still contain a share of their initial values, and these
-    shares. Training resumes from them (`train/statistics.py`)."""
+    """Running statistics, and their moving averages, that still contain a share of their initial values; also the
+    shares. Training resumes from these biased values (`train/statistics.py`).
+    """
 
     aux: Arrays = field(default_factory=dict)
     averages: Arrays = field(default_factory=dict)
@@ -92,19 +95,20 @@ class Biased:
 @dataclass
 class Checkpoint:
     params: Arrays
-    aux: Arrays  # with the share of the initial values removed
+    aux: Arrays  # running statistics from which the share of the initial values has been removed
     state: dict[str, Arrays]  # slot -> the optimizer's arrays
     config: Config
-    class_names: list[str]  # for display
+    class_names: list[str]  # names for display
     class_keys: list[str] = field(default_factory=list)  # folders or synsets; empty if unknown
     progress: Progress = field(default_factory=Progress)
-    ema: Arrays = field(default_factory=dict)  # moving averages of params and aux; empty without
+    ema: Arrays = field(default_factory=dict)  # moving averages of params and aux; empty if the run keeps none
     biased: Biased = field(default_factory=Biased)
-    loader_states: list[bytes] = field(default_factory=list)  # index: rank
+    loader_states: list[bytes] = field(default_factory=list)  # one state per process, indexed by rank
     numpy_rng: dict[str, Any] = field(default_factory=dict)
     scalars: dict[str, float] = field(default_factory=dict)  # the optimizer's scalars
-    outcomes: Arrays = field(default_factory=dict)  # outcomes of its validation; empty if it is not the best
-    file: Path | None = None  # the file that it was read from; None: in memory only
+    # outcomes of the checkpoint's validation; empty unless it is the best checkpoint
+    outcomes: Arrays = field(default_factory=dict)
+    file: Path | None = None  # the file from which the checkpoint was read; None: only in memory
 
     @property
     def named(self) -> str:
@@ -134,7 +138,7 @@ class Checkpoint:
 def save(checkpoint: Checkpoint, path: Path) -> None:
     """Write `path` atomically: after a crash or on a full disk it is either complete or unchanged.
 
-    Raises TrainError if it cannot be written.
+    Raises TrainError if the file cannot be written.
     """
     meta = {
         "format": FORMAT,
@@ -164,8 +168,9 @@ def save(checkpoint: Checkpoint, path: Path) -> None:
 
 
 def load(path: Path) -> Checkpoint:
-    """Read and verify a checkpoint. Raises TrainError for a missing, truncated or damaged file, or one of another
-    program."""
+    """Read and verify a checkpoint. Raises TrainError if the file is missing, truncated or damaged, or belongs to
+    another program.
+    """
     groups: dict[str, Arrays] = {"params": {}, "aux": {}, "averages": {}, "loader": {}}
     try:
         with (content_of_file(lambda reason: f"{path} is not a complete checkpoint ({reason}); use another checkpoint "
@@ -185,7 +190,7 @@ def load(path: Path) -> Checkpoint:
                 group, _, name = member.removesuffix(".npy").rpartition("/")
                 if group:
                     array = np.lib.format.read_array(io.BytesIO(archive.read(member)), allow_pickle=False)
-                    group = "state/momentum" if group == "momenta" else group  # version 1 wrote momenta/<name>
+                    group = "state/momentum" if group == "momenta" else group  # format version 1 wrote momenta/<name>
                     groups.setdefault(group, {})[name] = array
             loader = groups["loader"]
             return Checkpoint(
@@ -270,9 +275,10 @@ def _check_arrays(path: Path, network: str, arrays: Arrays, shapes: Shapes) -> N
 
 
 def load_trained(place: str) -> Checkpoint:
-    """The network to validate, predict with or export: the best of a run folder, or the one in a checkpoint file. Its
-    `params` and `aux` are the moving averages if the run keeps them. Raises TrainError, like `find` and
-    `load_checked`."""
+    """The network to validate, predict with or export: the best of a run folder, or the network in a checkpoint file.
+    `params` and `aux` of the result are moving averages if the run keeps moving averages. Raises TrainError, like
+    `find` and `load_checked`.
+    """
     trained = load_checked(find(place, prefer_best=True))
     if not trained.ema:
         return trained
@@ -298,12 +304,12 @@ def find(place: str, prefer_best: bool = False) -> Path:
 
 
 def run_folder(file: Path) -> str:
-    """The run folder that contains a checkpoint file; "" if the file is outside of one."""
+    """The run folder that contains a checkpoint file; "" if the file is not in a run folder."""
     return str(file.parent.parent) if file.parent.name == FOLDER else ""
 
 
 def in_folder(path: Path, prefer_best: bool = False) -> Path | None:
-    """The newest (or best) checkpoint of a run folder; None if there is none yet."""
+    """The newest (or best) checkpoint of a run folder; None if the folder has no checkpoint yet."""
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     best, found = folder / BEST, _numbered(folder)
     if not best.is_file():
@@ -316,12 +322,12 @@ class _RemovedError(TrainError):
 
 
 class CheckpointFolder:
-    """The checkpoints of one run: the newest `keep`, named by step, and the best, best.npz."""
+    """The checkpoints of one run: the newest `keep` checkpoints, named by step, and the best checkpoint, best.npz."""
 
     def __init__(self, run_folder: Path, keep: int) -> None:
         self.path = run_folder / FOLDER
         self.keep = keep
-        self._known = self._present()  # files that should exist
+        self._known = self._present()  # files that exist unless somebody removes them
 
     def path_of(self, step: int) -> Path:
         return self.path / f"step-{step:08d}.npz"
@@ -348,9 +354,10 @@ class CheckpointFolder:
             with _replacing(path) as part:
                 try:
                     os.link(best, part)
-                except OSError:  # a file system without hard links
+                except OSError:  # the file system has no hard links
                     shutil.copyfile(best, part)
-        for unfinished in self.path.glob(".*.npz.partial"):  # left by a process that was killed while writing
+        # a process that was killed while writing leaves these files
+        for unfinished in self.path.glob(".*.npz.partial"):
             unfinished.unlink(missing_ok=True)
 
     def removed(self) -> list[str]:
@@ -372,7 +379,7 @@ def _numbered(folder: Path) -> list[Path]:
 
 
 def _step(path: Path) -> int:
-    """The optimizer step of a checkpoint file; -1 if it cannot be read."""
+    """The optimizer step of a checkpoint file; -1 if the file cannot be read."""
     number = path.stem.removeprefix("step-")
     if number.isdigit():
         return int(number)
@@ -399,7 +406,7 @@ def _progress(values: dict[str, Any]) -> Progress:
 
 def _scalars(values: dict[str, float]) -> dict[str, float]:
     for name, value in values.items():
-        least, most = (1, 2**24) if name == "loss_scale" else (0, 2**32 - 1)  # the limits of optimizer.cu
+        least, most = (1, 2**24) if name == "loss_scale" else (0, 2**32 - 1)  # limits of these values in optimizer.cu
         if not (type(value) in (int, float) and least <= value <= most):
             raise ValueError(f"{name} is {value!r}")
     return values
@@ -432,14 +439,15 @@ def _numbers(model: str, params: Arrays) -> list[str]:
 
 
 def _config(values: dict[str, Any], path: Path) -> Config:
-    """The configuration of the run. Loads the plug-ins that have its network and its loss, which says how scores become
-    probabilities. Raises UserError."""
+    """The configuration of the run. Loads the plug-ins that define the run's network and loss: the loss determines how
+    scores become probabilities. Raises UserError.
+    """
     kind = LanguageModelConfig if values.get("config") == LANGUAGE_MODEL else Config
     try:
         config = kind.from_dict(values)
     except TrainError as error:
         raise TrainError(f"cannot read the checkpoint {path}: {error}") from None
-    loss = getattr(config, "loss", SOFTMAX)  # a language model has none to choose
+    loss = getattr(config, "loss", SOFTMAX)  # a language model has no option for the loss
     plugins.restore(config.plugin, str(path), run_folder(path), lambda: (
         models.is_own(config.model) or plugins.has("model", config.model, config.plugin)) and (
         loss in LOSSES or plugins.has("loss", loss, config.plugin)))
@@ -447,28 +455,29 @@ def _config(values: dict[str, Any], path: Path) -> Config:
 
 
 def load_plugins(checkpoint: Checkpoint) -> None:
-    """Load all plug-ins of a checkpoint's run, as training and validation need them. Raises UserError."""
+    """Load all plug-ins of a checkpoint's run; training and validation need all of them. Raises UserError."""
     file = checkpoint.file or Path()
     plugins.restore(checkpoint.config.plugin, checkpoint.named, run_folder(file))
 
 
 def _write_array(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None:
-    # ZipInfo sets a fixed time. The clock's own may be before 1980, which a zip file cannot store.
+    # ZipInfo sets a fixed time. The clock may show a time before 1980, which a zip file cannot store.
     with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
         np.lib.format.write_array(member, array, allow_pickle=False)
 
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """Like `replacing`, but also safe against a power cut; creates the folder. Raises TrainError if it cannot be
-    written."""
+    """Like `replacing`, but also safe against a power cut. Creates the folder. Raises TrainError if the file cannot be
+    written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as part:
             yield part
         folder = os.open(path.parent, os.O_RDONLY)
         try:
-            os.fsync(folder)  # makes the new name durable
+            os.fsync(folder)  # makes the renaming durable
         finally:
             os.close(folder)
     except OSError as error:

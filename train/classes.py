@@ -1,4 +1,4 @@
-"""Maps the classes of a data set to a network's classes by name, because their numbers may differ."""
+"""Maps the classes of a data set to a network's classes by name, because the class numbers may differ."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 class Match(NamedTuple):
     labels: list[int]  # index: class of the data; value: its index in the network
-    note: str  # for the user; "" if both number the classes alike
+    note: str  # note for the user; "" if data and network number the classes alike
 
 
 def match(
@@ -26,22 +26,16 @@ def match(
 
     Folders and synsets are compared before display names, because two classes may have the same display name. Names
     that are all numbers count as numbers: folders 0, 1, 10, 2 are the classes 0, 1, 10 and 2 of a .rec file. If only
-    one side consists of numbers, they are taken for class indices of the other side.
+    one side consists of numbers, these numbers are taken as class indices of the other side.
 
-    Args:
-        data: the data path, for messages.
-        found: the data's classes.
-        known: the network's classes.
-        whose: the owner of `known`, for messages: 'the network of runs/NAME'.
-        is_whole: whether the data must have all classes of the network.
-        met: returns the indices in `found` of classes that have images. Called only if the network lacks a class, or if
-            numbers may count from 0 or from 1; None: all have images. A class without images may be unknown to the
-            network, and then maps to -1.
-        place: the file or folder of the split, for messages; "": the data path.
-        first_labels: the stored label of the first class, of the data and of the network; see TFRecordSource.
+    Args: data: the data path, for messages. found: the data's classes. known: the network's classes. whose: the owner
+        of `known`, for messages: 'the network of runs/NAME'. is_whole: whether the data must have all classes of the
+        network. met: returns the indices in `found` of classes that have images. Called only if the network lacks a
+        class, or if numbers may count from 0 or from 1. None: all classes have images. The network may lack a class
+        without images, which then maps to -1. place: the file or folder of the split, for messages; "": the data path.
+        first_labels: the stored labels of the first class in the data and in the network; see TFRecordSource.
 
-    Raises:
-        TrainError: the network lacks a class of the data, or the data lacks one that it must have.
+    Raises: TrainError: the network lacks a class of the data, or the data lacks a class that it must have.
     """
     by_number = _by_number(place or data, found, known, whose, met or (lambda: range(len(found))), first_labels)
     labels, note, has_names = by_number or (_by_name(found, known), "", True)
@@ -69,12 +63,12 @@ def match(
 class _ByNumber(NamedTuple):
     labels: list[int]  # -1 for a class that the network lacks
     note: str
-    has_names: bool  # on both sides, even if these are numbers
+    has_names: bool  # whether both sides have names, even if the names are numbers
 
 
 def _by_number(place: str, found: Classes, known: Classes, whose: str, met: Callable[[], Iterable[int]],
                first_labels: tuple[int, int]) -> _ByNumber | None:
-    """Match classes whose names are numbers on at least one side; None if both have other names."""
+    """Match classes whose names are numbers on at least one side; None if both sides have other names."""
     numbers = _numbers(found), _numbers(known)
     unnamed = [owner for owner, classes in ((place, found), (whose, known)) if _numbers(classes, names_alone=True)]
     has_names = all(numbers)
@@ -105,8 +99,8 @@ def _by_number(place: str, found: Classes, known: Classes, whose: str, met: Call
 
 
 def _first_counted(counted: Set[int], folders: Sequence[int]) -> int | None:
-    """The position in `folders` (numbers without 0) of class 0, for data that count classes from 0: 0 if the numbers
-    are equal on both sides, 1 if folder 1 is class 0. None if it may be either.
+    """The position in `folders` (numbers without 0) of the data's class 0: 0 if the numbers are equal on both sides, 1
+    if folder 1 is class 0. None if both are possible.
 
     Args:
         counted: the numbers of the classes that have images.
@@ -117,14 +111,18 @@ def _first_counted(counted: Set[int], folders: Sequence[int]) -> int | None:
 
 
 def _first_counted_by_network(folders: Sequence[int], count: int) -> int | None:
-    """Like `_first_counted`, for a network that counts its `count` classes from 0 and data with these `folders`."""
+    """Like `_first_counted`, for a network that counts its `count` classes from 0, and for data with the folders
+    `folders`.
+    """
     is_equal = max(folders) < count
     is_from_1 = max(folders) == count or sorted(folders) == list(range(1, len(folders) + 1))
     return None if is_equal and is_from_1 else int(is_from_1)
 
 
 def _pairs(found: Classes, known: Classes, labels: Sequence[int], first_labels: tuple[int, int]) -> str:
-    """For the end of a note: which class of the data is which class of the network, and what to do if that is wrong."""
+    """The end of a note: examples of classes of the data with their classes of the network, and the advice for a wrong
+    mapping.
+    """
     shown, of_network = (
         [str(number + first) for number in range(len(classes))] if is_numbered(classes) else _names(classes)
         for classes, first in zip((found, known), first_labels, strict=True))
@@ -134,7 +132,7 @@ def _pairs(found: Classes, known: Classes, labels: Sequence[int], first_labels: 
 
 
 def padded(classes: Classes, count: int) -> Classes:
-    """The classes, extended to `count`. A class without images is named by its index."""
+    """The list of classes, extended to `count` entries. A class without images is named by its index."""
     return [*classes, *((str(label), str(label)) for label in range(len(classes), count))]
 
 
@@ -143,32 +141,34 @@ def _names(classes: Classes) -> list[str]:
 
 
 def _numbers(classes: Classes, names_alone: bool = False) -> list[int] | None:
-    """The classes as numbers, if all folders are numbers or all display names are; otherwise None."""
+    """The classes as numbers, if all folders are numbers or all display names are numbers; otherwise None."""
     for texts in ([] if names_alone else [[key for key, _ in classes]]) + [_names(classes)]:
         if all(text.isascii() and text.isdecimal() for text in texts):
             numbers = [int(text) for text in texts]
             real = [number for label, number in enumerate(numbers) if texts[label] != str(label)]
-            if len(set(real)) == len(real) and len(set(numbers)) == len(set(texts)):  # rejects 1 beside 01
+            # rejects lists that contain both 1 and 01
+            if len(set(real)) == len(real) and len(set(numbers)) == len(set(texts)):
                 return numbers
     return None
 
 
 def _first_real(classes: Classes, names: Sequence[T]) -> dict[T, int]:
-    """Name -> class index. A class without images is named by its index. If another class really has that name, the
-    name belongs to the other class."""
+    """Name -> class index. A class without images is named by its index. If the name of another class is equal to this
+    index, the name belongs to the other class.
+    """
     order = sorted(range(len(classes)), key=lambda label: classes[label][1] != str(label))
     return {names[label]: label for label in order}
 
 
 def is_numbered(classes: Classes) -> bool:
-    """Whether each name is only the class's own index, so that the classes are in fact unnamed."""
+    """Whether the classes are unnamed: each name is only the class's own index."""
     return all(name == str(label) for label, (_, name) in enumerate(classes))
 
 
 def display_names(classes: Classes) -> list[str]:
     """Unique display names of the classes, in characters that every font, file and terminal can show.
 
-    A class that shares its name with another one is shown with its folder or synset, or else with its index.
+    If two classes share a name, each is shown with its folder or synset, or else with its index.
     """
     names = [printable(name) or f"class {label}" for label, (_, name) in enumerate(classes)]
     times = Counter(names)
@@ -186,7 +186,9 @@ def printable(name: str) -> str:
 
 
 def numbers_by_name(found: Classes, known: Classes) -> list[int] | None:
-    """The index of each class in `known`, by name; None if one is missing, or if the classes are unnamed."""
+    """The index of each class in `known`, by name; None if a class is missing in `known`, or if the classes are
+    unnamed.
+    """
     number = _number_of(known)
     labels = [number.get(nfc(key), number.get(nfc(name), -1)) for key, name in found]
     return None if is_numbered(found) or is_numbered(known) or -1 in labels else labels
@@ -201,7 +203,7 @@ def _number_of(known: Classes) -> dict[str, int]:
 
 
 def _by_name(found: Classes, known: Classes) -> list[int]:
-    """The network's index of each class; -1 for a class that it lacks."""
+    """The network's index of each class; -1 for a class that the network lacks."""
     number = _number_of(known)
     is_alike = _names(found) == _names(known)
     labels = []
@@ -213,6 +215,6 @@ def _by_name(found: Classes, known: Classes) -> list[int]:
 
 
 def some(classes: Classes) -> str:
-    """The names of the first classes and the last one, for a message."""
+    """The names of the first classes and of the last class, for a message."""
     names = [repr(name) for name in _names(classes)]
     return ", ".join(names if len(names) <= 4 else [*names[:3], f"... {names[-1]}"])

@@ -56,7 +56,7 @@ _LIMITS = training.LIMITS | commands.LIMITS | runs.LIMITS
 
 
 def read(options: type, arguments: Sequence[str], *, command: str) -> dict[str, Any]:
-    """Parse and check a command line. Returns the given values only, no defaults.
+    """Parse and check a command line. Returns only the values given on the command line, without defaults.
 
     Args:
         options: the dataclass of a command's options.
@@ -76,7 +76,7 @@ def read(options: type, arguments: Sequence[str], *, command: str) -> dict[str, 
             print(describe_presets())
             raise SystemExit(0)
         default = load_preset(preset or DEFAULT_PRESET)
-    elif issubclass(options, DeviceOptions):  # the defaults come from a checkpoint, so the help does not show them
+    elif issubclass(options, DeviceOptions):  # defaults come from a checkpoint, so the help does not show defaults
         default = SimpleNamespace(**{field.name: "" for field in dataclasses.fields(options)})
     values = given(options, arguments, prog=f"{PROG} {command}", default=default)
     check_limits(values, _LIMITS)
@@ -101,8 +101,9 @@ def read(options: type, arguments: Sequence[str], *, command: str) -> dict[str, 
 
 
 def with_plugins(values: dict[str, Any]) -> dict[str, Any]:
-    """Load the plug-ins named in option values, and replace the names by the plug-ins' records. Not part of `read`,
-    because plug-ins import MXNet. Raises TrainError; on each machine only the first process prints it."""
+    """Load the plug-ins named in option values, and replace the names by the plug-ins' records. This is not part of
+    `read`, because plug-ins import MXNet. Raises TrainError; on each machine only the first process prints the error.
+    """
     if "plugin" not in values:
         return values
     try:
@@ -112,8 +113,8 @@ def with_plugins(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def values_of(options: type, given: Mapping[str, Any], *, command: str) -> dict[str, Any]:
-    """Option values that a program gives by name, checked and converted like a command line, with plug-ins loaded. None
-    and "" count as not given. Raises UserError with the messages of the command line.
+    """Option values that a program gives by name in another call, checked and converted like a command line, with
+    plug-ins loaded. None and "" count as not given. Raises UserError with the messages of the command line.
 
     Args:
         options, command: as for `read`.
@@ -122,7 +123,7 @@ def values_of(options: type, given: Mapping[str, Any], *, command: str) -> dict[
     plugins.begin_call()
     if "config" in given:
         load_preset(str(given["config"]))  # on a command line, ? would print the list of presets and exit
-    if asked := {"help", "version"} & given.keys():  # would print something and exit
+    if asked := {"help", "version"} & given.keys():  # on a command line, these two would print text and exit
         raise TrainError(f"{min(asked)} is an option of the command line only: see {PROG} {command} --{min(asked)}")
     words: list[str] = []
     for name, value in given.items():
@@ -140,10 +141,10 @@ def _words(options: type, name: str, value: Any) -> list[str]:
     for each in value if isinstance(value, (tuple, list)) else [value]:
         if not isinstance(each, (str, int, float, os.PathLike)):
             raise TrainError(f"{option} needs text, a path, a number or a list of these, not a {type(each).__name__}")
-        if "\0" in str(each):  # which no command line can have
+        if "\0" in str(each):  # no command line can contain a null character
             raise TrainError(f"{option} {str(each)!r} has a null byte in it: leave that out")
     if isinstance(value, bool):
-        # Only options that a preset or a run may have turned on have a --no- form.
+        # An option has a --no- form only if a preset or a run may have turned the option on.
         has_negation = issubclass(options, (RunOptions, DeviceOptions)) or getattr(options, name, False)
         return [option] if value else [option.replace("--", "--no-", 1)] * bool(has_negation)
     if isinstance(value, (tuple, list)):

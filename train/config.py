@@ -27,7 +27,7 @@ from train.options.run import FINE_TUNING_PRESET, BeginningOptions
 from train.options.training import LIMITS, TrainingOptions
 
 CONFIG_FILE = "config.json"  # the configuration, in a run's folder
-LONGEST_WARMUP = 0.2  # share of the epochs, in a run with fewer epochs than its preset
+LONGEST_WARMUP = 0.2  # share of the epochs that warm-up may take in a run with fewer epochs than its preset
 # options that may differ when a run is resumed
 OF_A_SESSION = ("output", "weights", "resume", "max_steps", "time_limit")
 
@@ -51,12 +51,12 @@ class Config(BeginningOptions, TrainingOptions):
 
     @property
     def shown_rate(self) -> str:
-        """The learning rate as in --learning-rate, with its unit."""
+        """The learning rate as text, in the form of --learning-rate, with its unit."""
         return f"{self.learning_rate:g} per {REFERENCE_BATCH} images"
 
     @property
     def divergence_advice(self) -> str:
-        """The advice for a run whose training diverges."""
+        """The advice to print if the training diverges."""
         return f"lower --learning-rate (now {self.shown_rate}) or lengthen --warmup-epochs"
 
     def global_batch(self, num_processes: int) -> int:
@@ -86,12 +86,13 @@ class Config(BeginningOptions, TrainingOptions):
         return cls(**fields)
 
 
-_ALL_LIMITS = LIMITS | language_model.LIMITS  # for every kind of run that writes checkpoints
+_ALL_LIMITS = LIMITS | language_model.LIMITS  # limits of the options of all runs that write checkpoints
 
 
 def check_known(values: Mapping[str, Any], options: type) -> None:
-    """Raise TrainError for an option that the dataclass `options` lacks (another version has written it), or whose
-    value has another type than its default or is outside its limits."""
+    """Raise TrainError for an option that the dataclass `options` lacks, which another version has written. Also raise
+    TrainError for a value that has another type than the option's default, or is outside the option's limits.
+    """
     known = {field.name: field.default for field in dataclasses.fields(options)}
     for name, value in values.items():
         if name not in known:
@@ -111,7 +112,7 @@ def _can_be(value: Any, default: Any, limit: Limit | None) -> bool:
 
 
 def _kind(value: Any) -> type:
-    """The value's type, with JSON's equivalents joined: int counts as float, list as tuple."""
+    """The value's type. JSON does not distinguish some types, so int counts as float, and list as tuple."""
     return {int: float, list: tuple}.get(type(value), type(value))
 
 
@@ -129,15 +130,15 @@ def configure(values: Mapping[str, Any], default: Config) -> Config:
     of_run = {name: values[name] for name in vars(default).keys() & values}
     of_run["plugin"] = plugins.together(default.plugin, values.get("plugin", ()))
     if realpath(of_run.get("data", default.data)) != realpath(default.data):
-        of_run = {"val_split": 0.0, "val_group_by": "image"} | of_run  # the default's values belong to other data
+        of_run = {"val_split": 0.0, "val_group_by": "image"} | of_run  # the values of the default belong to other data
     config = dataclasses.replace(default, **{**recipe, **of_run})
     if values.get("model") in models.OTHER_IMAGE_SIZES and "image_size" not in values and (
-            config.image_size == models.IMAGE_SIZE):  # a preset for other sizes means them
+            config.image_size == models.IMAGE_SIZE):  # a preset with another image size keeps this size
         config = dataclasses.replace(config, image_size=models.image_size(config.model))
     if "warmup_epochs" not in values:
         config = dataclasses.replace(config, warmup_epochs=default_warmup(default, config.epochs))
     check(config)
-    # a preset may set them in advance, for when the command line changes the other option
+    # a preset may set these options in advance, for command lines that change the other option
     for name in _ONLY_WITH.keys() & values:
         other, useful = _ONLY_WITH[name]
         if (value := getattr(config, other)) not in useful:
@@ -156,7 +157,7 @@ def configure(values: Mapping[str, Any], default: Config) -> Config:
     for name in ("random_area", "random_ratio"):
         if name in values and config.crop_padding:
             raise TrainError(f"{option_name(name)} {shown(values[name])} is for crops of a random area, and "
-                             f"--crop-padding {config.crop_padding} takes fixed-size ones: leave it out, or give "
+                             f"--crop-padding {config.crop_padding} takes crops of a fixed size: leave it out, or give "
                              "--crop-padding 0")
     given = values.keys()  # a resumed run is not checked for options that it already had
     if (not given.isdisjoint(("schedule", "decay_epochs", "epochs")) and config.schedule == "step"
@@ -164,7 +165,8 @@ def configure(values: Mapping[str, Any], default: Config) -> Config:
         raise TrainError(f"--decay-epochs {shown(config.decay_epochs)} is beyond the run of {config.epochs} epochs, "
                          "whose learning rate would never fall; lower --decay-epochs")
     if (not given.isdisjoint(("first_image_size", "resize_epochs")) and config.first_image_size
-            and config.resize_epochs[0] >= config.epochs):  # only if given: a preset may be tried with fewer epochs
+            # checked only if the option is given, because a preset may be tried with fewer epochs
+            and config.resize_epochs[0] >= config.epochs):
         raise TrainError(f"--resize-epochs {shown(config.resize_epochs)} is beyond the run of {config.epochs} epochs, "
                          f"whose images would all have the {config.first_image_size} pixels of --first-image-size; "
                          "lower --resize-epochs")
@@ -186,15 +188,17 @@ def check_untrained(values: Mapping[str, Any]) -> None:
 
 
 def default_warmup(default: Config, epochs: int) -> float:
-    """Warm-up epochs of a run with `epochs` epochs; `default`'s warm-up is shortened if it was meant for more
-    epochs."""
+    """Warm-up epochs of a run with `epochs` epochs; the warm-up of `default` is shortened if `default` has more epochs.
+    """
     if epochs >= default.epochs:
         return default.warmup_epochs
     return min(default.warmup_epochs, LONGEST_WARMUP * epochs)
 
 
 def changes(before: Config, now: Config) -> list[str]:
-    """The options that differ in a resumed run, with both values; without the options of a single session."""
+    """The options that differ in a resumed run, each with both values. Options that concern only one session are left
+    out.
+    """
     def in_words(name: str, value: Any) -> str:
         return ", ".join(map(plugins.brief, value)) or "none" if name == "plugin" else shown(value)
 
@@ -207,7 +211,7 @@ def changes(before: Config, now: Config) -> list[str]:
 
 
 def _constants_of_optimizers() -> dict[str, tuple[str, tuple[str, ...]]]:
-    """For `_ONLY_WITH`: the options that only some optimizers have, with the names of these optimizers."""
+    """The options that only some optimizers have, with the names of these optimizers, in the form of `_ONLY_WITH`."""
     having: dict[str, list[str]] = {}
     for optimizer in optimizers.names():
         for field in dataclasses.fields(optimizers.rule_of(optimizer)):

@@ -1,4 +1,6 @@
-"""A newcomer's first run, on the built-in sample set: its length suits the machine, and it suggests next commands."""
+"""A newcomer's first run, on the built-in sample set: the length of the run suits the machine, and the program suggests
+commands to try next.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,14 @@ from train.processes.distributed import Workers
 from train.processes.invocation import script
 
 SECONDS = 75.0  # seconds of training steps: how long a newcomer should wait
-# they reach 70 % top-1 (two seeds; 5 epochs: 87 %); a slower machine takes longer instead of training less
+# 3 epochs reach 70 % top-1 (two seeds; 5 epochs: 87 %); a slow machine takes longer instead of training fewer epochs
 FEWEST_EPOCHS = 3
 MEASURED_STEPS = 3
 PICTURE = SAMPLES_FOLDER / "val" / "rings" / "0000.jpg"
 
 
 def is_one(config: Config, values: Mapping[str, Any]) -> bool:
-    """Whether the run is the demonstration without a given length. `values`: the options that were given."""
+    """Whether the run is the demonstration, and no length was given. `values`: the options that were given."""
     is_open = values.keys().isdisjoint(("epochs", "max_steps", "time_limit"))
     return config.config == DEFAULT_PRESET and config.data == SAMPLES and is_open
 
@@ -56,7 +58,7 @@ def fit(config: Config, executor: Executor, num_images: int, workers: Workers) -
     seconds = min(step() for _ in range(MEASURED_STEPS))
     executor.set_params(params, aux)
     executor.read_metrics()
-    # The rate of all processes together; fast ones wait for the slowest.
+    # Together the processes run at the rate of the slowest, because the others wait for it.
     rates = [config.batch_size * config.accumulate / seconds * (rank == workers.rank) for rank in range(workers.size)]
     rate = workers.size * min(workers.sum(rates))
     epochs = min(max(round(SECONDS * rate / num_images), FEWEST_EPOCHS), config.epochs)
@@ -68,8 +70,9 @@ def fit(config: Config, executor: Executor, num_images: int, workers: Workers) -
 
 
 def next_commands(run_folder: Path, num_processes: int = 1) -> str:
-    """Commands to try after a run with this many processes. They work unchanged in the shell that started this process,
-    and show where to put the user's own data."""
+    """Commands to try after a run with this many processes. The commands work unchanged in the shell that started this
+    process, and contain a placeholder for the user's own data.
+    """
     train = start_of(TRAIN)
     commands = [
         ("a picture of your own, in place of this one", f"{train} predict --checkpoint "

@@ -31,8 +31,9 @@ class Placement(NamedTuple):
 
 @phase(DEVICE)
 def default_config(values: Mapping[str, Any], local_rank: int) -> Config:
-    """The preset that the command line names. If it names none: fine-tuning with --weights, ImageNet's recipe for the
-    user's own data on a GPU, otherwise the sample set's."""
+    """The preset that the command line names. If the command line names none: fine-tuning with --weights, ImageNet's
+    recipe for the user's own data on a GPU, otherwise the preset of the sample set.
+    """
     if "config" in values:
         return load_preset(values["config"])
     if values.get("weights"):
@@ -41,14 +42,15 @@ def default_config(values: Mapping[str, Any], local_rank: int) -> Config:
         return load_preset(DEFAULT_PRESET)
     try:
         on_gpu = _place(part_of(DeviceOptions, values), local_rank).device.startswith("gpu")
-    except TrainError:  # raised again when the run's device is chosen
+    except TrainError:  # `choose` raises the error again
         on_gpu = False
     return load_preset(IMAGENET_PRESET if on_gpu else DEFAULT_PRESET)
 
 
 @phase(DEVICE)
 def choose(config: Config, local_rank: int) -> Placement:
-    """The device and executor of this process. Raises TrainError if the requested ones are not available."""
+    """The device and executor of this process. Raises TrainError if the requested device or executor is not available.
+    """
     placement = _place(config, local_rank)
     if placement.executor != "cuda" and config.dtype in ("float16", "bfloat16"):
         raise TrainError(
@@ -59,9 +61,10 @@ def choose(config: Config, local_rank: int) -> Placement:
 
 
 def for_int8(config: Config, values: Mapping[str, Any]) -> Config:
-    """The configuration with the device for an INT8 network: the GPU with the cuda executor if there is a usable one,
-    otherwise the CPU with the reference executor. `values`: the given options. Raises TrainError for an option that
-    does not apply to INT8."""
+    """The configuration with the device for an INT8 network: the cuda executor on a GPU if a usable GPU exists,
+    otherwise the reference executor on the CPU. `values`: the given options. Raises TrainError for an option that does
+    not apply to INT8.
+    """
     check_int8(values)
     device, executor = values.get("device", "auto"), values.get("executor", "auto")
     if executor == "auto":
@@ -111,7 +114,7 @@ def _place(wanted: DeviceOptions, local_rank: int) -> Placement:
 
 
 def _cuda_obstacle(local_rank: int) -> str:
-    """Why the cuda executor cannot use this process's GPU, with the remedy; "" if it can."""
+    """The reason why the cuda executor cannot use this process's GPU, with the remedy; "" if it can."""
     try:
         check_requirements(local_rank)
     except GraphError as error:
@@ -120,7 +123,7 @@ def _cuda_obstacle(local_rank: int) -> str:
 
 
 def _stock_mxnet_obstacle(gpu: GpuInfo) -> str:
-    """Why the mxnet executor cannot use the GPU; "" if it can."""
+    """The reason why the mxnet executor cannot use the GPU; "" if it can."""
     first, last = STOCK_MXNET_GPUS
     if not first <= gpu.capability <= last:
         return f"MXNet {mx.__version__} has no kernels for {gpu}, only for {first[0]}.{first[1]} to {last[0]}.{last[1]}"

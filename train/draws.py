@@ -1,4 +1,4 @@
-"""The random choices of a training pass, as a function of epoch and batch: a resumed run draws the same ones as an
+"""The random choices of a training pass, as a function of epoch and batch: a resumed run makes the same choices as an
 uninterrupted run.
 
 The executors apply these choices (`graph_passes.executors.Draws`).
@@ -15,7 +15,8 @@ from graph_passes.executors import Box, Draws
 from train.config import Config
 from train.schedule import image_size_in
 
-# Keep the two random streams apart, and apart from the loader's, which has the same seed.
+# Constants that keep the two random streams apart from each other, and from the loader's stream, which has the same
+# seed.
 _MIXING, _MASKS = 0x6D69787570, 0x6D61736B73
 
 
@@ -30,21 +31,23 @@ def draw(config: Config, epoch: int, batch: int, rank: int = 0) -> Draws:
 
 
 def _draw_mixing(config: Config, epoch: int, place: Sequence[int]) -> Draws:
-    """How the images of a batch are mixed, if at all. `place`: the batch's position, which determines the choice."""
+    """Draw how the images of a batch are mixed, if at all. `place`: the batch's position, which determines the choice.
+    """
     if not (config.mixup or config.cutmix):
         return Draws()
     rng = np.random.default_rng([_MIXING, *place])
     if config.cutmix and (not config.mixup or rng.random() < config.cutmix_share):
         return Draws(cutmix=_draw_box(config.cutmix, image_size_in(config, epoch), rng))
     drawn = float(rng.beta(config.mixup, config.mixup))
-    # Exchanging lambda and 1 - lambda only exchanges the two images, so the larger one stands for both.
+    # Exchanging lambda and 1 - lambda only exchanges the two images, so the larger of the two numbers is used.
     return Draws(mixup=max(drawn, 1 - drawn))
 
 
 def _draw_box(alpha: float, size: int, rng: np.random.Generator) -> Box:
-    """CutMix's box in images of `size` x `size` pixels. Its area is 1 - lambda, with lambda from Beta(alpha, alpha);
-    its centre is uniform, and parts outside the image are cut off. As in timm and torchvision (arXiv:1905.04899, eq.
-    2)."""
+    """Draw CutMix's box in images of `size` x `size` pixels. Its area is 1 - lambda, with lambda from Beta(alpha,
+    alpha); its centre is uniform, and parts outside the image are cut off. As in timm and torchvision
+    (arXiv:1905.04899, eq. 2).
+    """
     half = int(0.5 * size * math.sqrt(1 - rng.beta(alpha, alpha)))
     y, x = (int(centre) for centre in rng.integers(size, size=2))
     return Box(max(y - half, 0), max(x - half, 0), min(y + half, size), min(x + half, size))

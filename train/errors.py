@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from common.errors import UserError
 
-EXIT_LOST_PROCESS = 3  # this process has no fault, but another one in its run has ended
+EXIT_LOST_PROCESS = 3  # the process itself is not at fault; another process of its run has ended
 EXIT_HUNG_PROCESS = 4  # a process of the run hung and was killed
 
 
@@ -18,7 +18,7 @@ class TrainError(UserError):
 
 
 class LostProcessError(TrainError):
-    """Another process of this run has ended too early; raised by all remaining processes."""
+    """Another process of this run has ended too early. All remaining processes raise this error."""
 
     exit_code = EXIT_LOST_PROCESS
 
@@ -27,7 +27,7 @@ class LostProcessError(TrainError):
 
 
 class NoHorovodError(TrainError):
-    """Several processes were requested, but Horovod is missing, on all ranks alike."""
+    """Several processes were requested, but Horovod is missing. All ranks raise this error."""
 
     def __init__(self, num_processes: int | str, reason: ImportError) -> None:
         super().__init__(f"{num_processes} processes need Horovod, which is not installed here ({reason}): run make "

@@ -19,7 +19,8 @@ from train.models.network import Network
 
 def features_graph(network: Network) -> Graph:
     """The network without its classifier; its output is (N, C) in most networks, (N, 1, 1, C) in some. If the
-    classifier is a convolution, its input is averaged over the pixels."""
+    classifier is a convolution, the classifier's input is averaged over the pixels.
+    """
     graph, classifier = network.graph, roles.classifier(network.graph)
     if classifier.op == "FullyConnected":
         return Graph(graph, classifier.inputs[:1], graph.attrs)
@@ -29,8 +30,9 @@ def features_graph(network: Network) -> Graph:
 
 
 class Features:
-    """Computes features with its own executor. `config` has the batch size and the image size. Raises GraphError and
-    TrainError."""
+    """Computes features with an executor of its own. `config` has the batch size and the image size. Raises GraphError
+    and TrainError.
+    """
 
     def __init__(self, trained: Checkpoint, config: Config, placement: Placement) -> None:
         weight, *_ = models.create(config.model, trained.num_classes).classifier
@@ -69,7 +71,9 @@ def _without_classifier(trained: Checkpoint, config: Config, placement: Placemen
 
 
 def _within_the_network(trained: Checkpoint, config: Config, placement: Placement) -> Executor:
-    """The cuda executor is always one of a network that can be trained; its inference ends at the features."""
+    """The cuda executor of the whole network, whose inference returns the features: it needs a network that can be
+    trained.
+    """
     network = models.create(config.model, trained.num_classes)
     return build_executor(config, trained.num_classes, config.inference_image_size, placement, trained,
                           answer=roles.classifier(network.graph).inputs[0])

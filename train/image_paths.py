@@ -40,8 +40,8 @@ def image_paths(places: Sequence[Path]) -> list[Path]:
 class FolderClasses:
     """Finds an image's class from its folders.
 
-    The class is the nearest folder with the name of a class: the image's own folder, or one between it and a folder
-    that was given on the command line. `classes`: (folder or synset, name) of each class of the network.
+    The class is the nearest folder with the name of a class: the image's own folder, or a folder between that and the
+    folder that was given on the command line. `classes`: (folder or synset, name) of each class of the network.
     """
 
     def __init__(self, places: Sequence[Path], classes: Classes) -> None:
@@ -76,13 +76,16 @@ def _in_folder(folder: Path) -> list[Path]:
 
 
 def _listed(place: Path) -> list[Path]:
-    """The paths in a list. File names are bytes that need not fit the locale, so they are kept unchanged."""
+    """The paths in a list. File names are bytes that need not be valid in the locale's encoding, so the bytes are kept
+    unchanged.
+    """
     try:
         content = sys.stdin.buffer.read() if place == STDIN else read_file(place)
     except OSError as error:
         raise TrainError(f"{place} cannot be read ({error.strerror}): give a list of image files, one per "
                          "line") from None
-    lines = os.fsdecode(content.removeprefix(b"\xef\xbb\xbf")).split("\n")  # Windows writes a byte order mark
+    # programs on Windows may write a byte order mark
+    lines = os.fsdecode(content.removeprefix(b"\xef\xbb\xbf")).split("\n")
     found = [Path(line) for line in (line.removesuffix("\r") for line in lines) if line.strip()]
     if not found:
         name = "standard input" if place == STDIN else place

@@ -13,7 +13,8 @@ import numpy as np
 from common.mxnet_compat import mx
 from graph_passes import Graph, Ref
 
-# of initial values; the embedding also produces the scores, so an input embedding's usual value does not fit
+# standard deviation of initial values; the usual value for input embeddings is too large, because this embedding also
+# produces the scores
 EMBEDDING_DEVIATION = 0.1
 
 
@@ -52,7 +53,8 @@ class LanguageModel:
 
     def initial_values(self, seed: int) -> dict[str, np.ndarray]:
         """Initial parameters, fp32: the embedding normal with standard deviation 0.1; recurrent layers uniform within 1
-        / sqrt(hidden), as in PyTorch; the bias 0. Each depends only on the seed and its own name."""
+        / sqrt(hidden), as in PyTorch; the bias 0. Each array depends only on the seed and the array's name.
+        """
         shapes = self.graph.infer_shapes(self.shapes)
         values = {}
         for name in (name for name in self.graph.arguments if name not in self.shapes):

@@ -12,7 +12,7 @@ from train.options.language_model import LANGUAGE_MODEL, LanguageModelOptions
 from train.options.limits import shown
 from train.options.optimizer import REFERENCE_BATCH
 
-VALIDATION_SHARE = 0.1  # the end of the text
+VALIDATION_SHARE = 0.1  # share of the text, at its end, that is used for validation
 # options that must not change when a run is resumed
 FIXED = ("seed", "vocabulary", "hidden", "layers", "sequences", "steps")
 
@@ -25,7 +25,7 @@ class LanguageModelConfig(Config):
 
     @classmethod
     def of(cls, options: LanguageModelOptions) -> LanguageModelConfig:
-        """The configuration of these options."""
+        """Translate the options to a configuration for the training loop."""
         words = options.sequences * options.steps
         same = {each.name for each in fields(options)} & {each.name for each in fields(Config)}
         return cls(**{name: getattr(options, name) for name in same} | {

@@ -43,8 +43,8 @@ from train.saver import Saver
 from train.schedule import make_schedule
 from train.validation import Validation, validate
 
-# A run ends after this many consecutive steps with gradients that are not finite. The loss scale is halved in each;
-# from its maximum of 2^24 it reaches its minimum of 1 in 24 steps.
+# A run ends after this many consecutive steps with gradients that are not finite. Each such step halves the loss scale,
+# which falls from its maximum of 2^24 to its minimum of 1 in 24 steps.
 MAX_SKIPPED_STEPS = 50
 
 # The run reports clipping if gradients are scaled down by more than this factor. (In the first steps of
@@ -53,10 +53,10 @@ LEAST_LEFT_BY_CLIPPING = 1000.0
 
 
 class Stop(NamedTuple):
-    """Why a run ends before its last epoch."""
+    """The reason why a run ends before its last epoch."""
 
     reason: str  # a key of `metrics.REASONS`
-    text: str  # for the user
+    text: str  # text for the user
 
 
 @contextlib.contextmanager
@@ -94,12 +94,13 @@ class Trainer:
         Raises TrainError or DataError if the checkpoint does not fit this run.
         """
         self.config = config
-        self.before = checkpoint.config if checkpoint else config  # configuration of the run's last step
+        # configuration with which the run's last step was done
+        self.before = checkpoint.config if checkpoint else config
         self.workers = workers
         self.executor = executor
         self.train_loader = train_loader
         self.state = RunState(config, workers, executor, train_loader)
-        # Remarks for the user on how the run resumes, and the options that have changed.
+        # notes: remarks for the user on how the run resumes; changes: the options that have changed.
         self.notes = self.state.restore(checkpoint) if checkpoint else []
         self.changes = changes(self.before, config)
         self.val_loader = val_loader
@@ -110,7 +111,7 @@ class Trainer:
         self.all_reduce: GradientAllReduce | None = None  # set by `join` with several processes
         self.learning_rate = make_schedule(config, self.state.steps_per_epoch, workers.size)
         self.num_batches = 0  # batches of the last step, on each process
-        self.origin: list[str] = []  # remarks on trained weights that the run starts from
+        self.origin: list[str] = []  # remarks on the trained weights from which the run starts
         self.saver = Saver(self.state, run_folder, f"{launcher()} --resume {shlex.quote(str(run_folder))}")
         run = LiveRun(run_folder, config.to_dict(), list(train_loader.class_names), workers.size)
         self.callbacks = Callbacks(config, run, workers.rank == 0)
@@ -120,22 +121,23 @@ class Trainer:
         self.receive_metrics: Callable[[], Metrics] | None = None
         step = self.state.progress.step
         self.metrics_steps = (step, step) if checkpoint else (1, 0)  # first and last step of these metrics
-        self.skipped_steps = self.skipped_in_a_row = 0  # from the latest metrics
+        self.skipped_steps = self.skipped_in_a_row = 0  # values from the latest metrics
         self.monitor = GpuMonitor(executor.gpu_bus_id) if executor.gpu_bus_id else None
         self.reported_bad: set[tuple[str, str]] = set()
         self.has_told_of_clipping = False
         self.started_at = time.monotonic()
 
     def join(self) -> None:
-        """Join the other processes and give all of them rank 0's state. Raises TrainError."""
+        """Join the other processes, and give all processes the state of rank 0. Raises TrainError."""
         if self.workers.alone:
             return
         self.all_reduce = self.workers.gradient_all_reduce(self.executor)
         self.state.share()
 
     def settle(self) -> None:
-        """If a resumed run has no step left, its files keep the configuration of its last step. A collective
-        operation."""
+        """Keep, in the run's files, the configuration of the run's last step, if a resumed run has no step left. A
+        collective operation.
+        """
         progress, epochs = self.state.progress, self.config.epochs
         self.saver.look_for_best()
         if progress.epoch >= epochs:
@@ -153,7 +155,8 @@ class Trainer:
 
     def _run(self, recorder: Recorder) -> None:
         progress, epochs = self.state.progress, self.config.epochs
-        stop = self._steps_used_up() or self._settled(recorder.evaluated)  # a resumed run may have reached it before
+        # a resumed run may have reached its limit or target before
+        stop = self._steps_used_up() or self._settled(recorder.evaluated)
         if self.changes:
             recorder.say(f"resuming with other options: {', '.join(self.changes)}")
             recorder.event("changed", options=self.changes)
@@ -170,7 +173,8 @@ class Trainer:
                     stop = self._train_epoch(recorder, signals)
                     if not stop:
                         stop = self._end_epoch(recorder, signals)
-                        if self.callbacks.hear_checkpoints:  # they hear of an epoch's checkpoint before its end
+                        # `on_checkpoint` is called before the `on_epoch_end` of its epoch
+                        if self.callbacks.hear_checkpoints:
                             self.saver.finish(recorder)
                         self.callbacks.end_epoch(progress.epoch, recorder.latest_epoch)
                         stop = self._stop_of_callbacks(recorder) or stop
@@ -185,8 +189,9 @@ class Trainer:
         self._stop_of_callbacks(recorder)
 
     def _stop_of_callbacks(self, recorder: Recorder) -> Stop | None:
-        """Why the callbacks of process 0 end the run, or None. A collective operation. Raises TrainError, after a
-        checkpoint, if one of them has failed."""
+        """The reason for which the callbacks of process 0 end the run, or None. A collective operation. Raises
+        TrainError, after a checkpoint, if a callback has failed.
+        """
         if not self.callbacks:
             return None
         wish = self.workers.gather(self.callbacks.wish)[0]
@@ -198,7 +203,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def monitoring(self, recorder: Recorder) -> Iterator[None]:
-        """Inside, the GPU (if any) is monitored; a reading that fails becomes an event."""
+        """Monitor the GPU, if any, inside the block. A failed reading becomes an event."""
         if self.monitor:
             self.monitor.start()
         try:
@@ -210,14 +215,15 @@ class Trainer:
                     recorder.event("gpu_readings", problem=self.monitor.problem)
 
     def _train_epoch(self, recorder: Recorder, signals: Signals) -> Stop | None:
-        """Do the remaining steps of the epoch. Returns why the run ends before the epoch does, or None."""
+        """Do the remaining steps of the epoch. Returns the reason why the run ends before the epoch, or None."""
         progress = self.state.progress
         sizes = self.train_loader.config
         if progress.epoch and sizes.size_in(progress.epoch) != sizes.size_in(progress.epoch - 1):
             recorder.say(f"epoch {progress.epoch + 1}: images of {sizes.size_in(progress.epoch)} pixels from now on")
-            pulse.lose_pace()  # the network is built for the new size
+            pulse.lose_pace()  # the next step builds the network for the new size
         recorder.begin_epoch(progress.epoch, self.state.steps_per_epoch, progress.epoch_step)
-        if self.train_loader.epoch > progress.epoch:  # resumed from a checkpoint at the beginning of validation
+        # the run was resumed from a checkpoint that was saved before validation
+        if self.train_loader.epoch > progress.epoch:
             return None
         batches = recorder.timed(self.train_loader)
         while self._step_or_save(batches, recorder):
@@ -236,10 +242,11 @@ class Trainer:
             if save:
                 signals.save = False
                 self.saver.save(recorder)
-            # A commit may hold the accuracy of a best checkpoint, whose weights must not be lost with this process.
+            # A commit may contain the accuracy of a best checkpoint. Its weights must be on disk before, so that they
+            # are not lost with this process.
             if failed or commits or stop_signal:
                 self.saver.finish(recorder)
-            # after logging, so that a process that resumes from the commit finds its steps logged
+            # committed after logging, so that the steps of a commit are logged before a process resumes from it
             if self.commit and commits:
                 with recorder.phase("commit"):
                     pulse.show(Activity.SAVING)
@@ -264,18 +271,18 @@ class Trainer:
     def _stopped(self, signals: Signals) -> StoppedBySignal:
         """The exception that ends the run after its state is saved."""
         return StoppedBySignal(
-            signals.stop or signal.SIGTERM,  # with several processes, another one may have received the signal
+            signals.stop or signal.SIGTERM,  # with several processes, another process may have received the signal
             f"stopped after step {self.state.progress.step} with a checkpoint; resume with: "
             f"{self.saver.resume_command}",
         )
 
     @property
     def schedule_step(self) -> int:
-        """The step for the schedule: the number of steps if all of them had had today's global batch."""
+        """The step for the schedule: the number of steps so far if all steps had had the present global batch."""
         return self.state.progress.epoch * self.state.steps_per_epoch + self.state.progress.epoch_step
 
     def step(self, batches: Iterator[Batch]) -> bool:
-        """Do one optimizer step on the next batches. Returns False if the epoch has none left."""
+        """Do one optimizer step on the next batches. Returns False if the epoch has no batches left."""
         count = 0
         overlap: dict[str, Any] = {}
         if self.all_reduce and self.all_reduce.start and self.config.accumulate == 1:
@@ -348,12 +355,13 @@ class Trainer:
             recorder.log(metrics, gpu, slowest, self.skipped_steps - before, self.executor.gradient_norm)
             self._tell_of_clipping(recorder)
             if not math.isfinite(metrics.loss_sum):
-                self.saver.finish(recorder)  # the error names the last complete checkpoint
+                self.saver.finish(recorder)  # finished first, because the error names the last complete checkpoint
                 raise self.saver.diverged(*self.metrics_steps, self.state.progress.epoch)
 
     def _tell_of_clipping(self, recorder: Recorder) -> None:
-        """Report once if clipping leaves almost nothing of the gradients. The loss alone would not show why it
-        stalls."""
+        """Report once if clipping leaves almost nothing of the gradients. The loss alone would not show why the
+        training stalls.
+        """
         norm, clip_norm = self.executor.gradient_norm, self.config.clip_norm
         if self.has_told_of_clipping or norm is None or not clip_norm * LEAST_LEFT_BY_CLIPPING < norm < math.inf:
             return
@@ -362,7 +370,7 @@ class Trainer:
                      f"{clip_norm:g} scales them down to {clip_norm:g}: weights may hardly change; 1 is usual")
 
     def _end_epoch(self, recorder: Recorder, signals: Signals) -> Stop | None:
-        """Validate if it is due. Returns why the run ends here, or None."""
+        """Validate if a validation is due. Returns the reason why the run ends here, or None."""
         config, progress = self.config, self.state.progress
         done = progress.epoch + 1
         self._report_bad_images(recorder, self.train_loader)
@@ -386,7 +394,9 @@ class Trainer:
         return self._settled(recorder.evaluated)
 
     def _settled(self, images: str) -> Stop | None:
-        """Why the accuracies on `images` so far end the run, or None. Also applies to a resumed run."""
+        """The reason for which the accuracies on `images` so far end the run, or None. Accuracies from before a
+        resumption count, too.
+        """
         config, progress, evaluated = self.config, self.state.progress, accuracy_of(images)
         if 0 < config.target_accuracy <= progress.best_top1:
             return Stop("target_accuracy", f"stopped: the {evaluated} is {progress.best_top1:.4f} and has reached the "
@@ -419,9 +429,10 @@ class Trainer:
 
     @contextlib.contextmanager
     def evaluating(self, together: bool = False) -> Iterator[None]:
-        """Inside, the executor computes with the values to validate: the moving averages, if any, and BatchNorm's
-        statistics without the share of their initial values. `together`: average the statistics over all processes,
-        which makes this a collective operation."""
+        """A context in which the executor computes with the values to validate: the moving averages, if any, and
+        BatchNorm's statistics without the share of their initial values. `together`: average the statistics over all
+        processes; this is a collective operation.
+        """
         with ema_in_use(self.state.optimizer):
             if together:
                 self.workers.all_reduce_on_host(self.executor.trained_statistics, "aux")
@@ -430,8 +441,9 @@ class Trainer:
 
     def _report_bad_images(self, recorder: Recorder, loader: Loader) -> None:
         """At the end of an epoch of the loader, report and count the images that any process has skipped, and report
-        damaged ones that were used. (In training the recorder reports those of its own process.) A collective
-        operation."""
+        damaged ones that were used. (In training the recorder reports the images of its own process.) A collective
+        operation.
+        """
         found = self.workers.gather((loader.bad_images, loader.damaged_images, loader.num_skipped))
         for rank, (bad, damaged, num_skipped) in enumerate(found):
             recorder.num_skipped += num_skipped
@@ -448,7 +460,7 @@ class Trainer:
         return self.workers.rank == 0 and 0 < 60 * limit <= time.monotonic() - self.started_at
 
     def _steps_used_up(self) -> Stop | None:
-        """Why the run ends here: --max-steps is reached; else None."""
+        """The reason to end if --max-steps is reached; otherwise None."""
         done, limit = self.state.progress.step, self.config.max_steps
         return Stop("max_steps", f"stopped after step {done}: --max-steps is {limit}") if 0 < limit <= done else None
 

@@ -1,4 +1,4 @@
-"""Losses to train with that plug-ins bring: functions of scores and targets that return an MXNet Symbol."""
+"""Losses that plug-ins define: functions of scores and targets that return an MXNet Symbol."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from train.options.optimizer import BCE, LOSSES, SOFTMAX
 class Loss(NamedTuple):
     """A plug-in's loss."""
 
-    symbol: str  # its Symbol, as JSON
-    probabilities: str  # what the scores become: "softmax" or "sigmoid"
+    symbol: str  # the loss's Symbol, as JSON
+    probabilities: str  # the function from scores to probabilities: "softmax" or "sigmoid"
 
 
 def check(name: str) -> None:
-    """Raise UserError if there is no loss of that name, or if it cannot be trained with."""
+    """Raise UserError if no loss has this name, or if the loss cannot be used for training."""
     if name not in LOSSES:
         _of_plugin(name)
 
 
 def use(graph: Graph, name: str) -> Graph:
-    """The network with a plug-in's loss in place of its SoftmaxOutput. Raises UserError as `check`."""
+    """The network with a plug-in's loss in place of its SoftmaxOutput. Raises UserError like `check`."""
     return passes.custom_loss(graph, *_of_plugin(name))
 
 
 def answer_of(name: str) -> str:
-    """SOFTMAX or BCE: the built-in loss that turns scores into probabilities as this loss does. Other programs that use
-    the network need nothing else of its loss."""
+    """SOFTMAX or BCE: the built-in loss that turns scores into probabilities as this loss does. Programs that only use
+    the network need no other property of the loss.
+    """
     if name in LOSSES:
         return name
     return BCE if plugins.get("loss", name, LOSSES).made.probabilities == "sigmoid" else SOFTMAX
@@ -42,7 +43,7 @@ def answer_of(name: str) -> str:
 def _of_plugin(name: str) -> Loss:
     plugin = plugins.get("loss", name, LOSSES)
     variables = [mx.sym.Variable(each) for each in (SCORES, TARGETS)]
-    with mx.name.NameManager():  # counts from 0, so that the Symbol is the same whenever it is made
+    with mx.name.NameManager():  # counts names from 0, so that every call makes an identical Symbol
         made: Any = plugins.call(plugin, *variables, what=plugin.made.function)
     if not isinstance(made, mx.sym.Symbol):
         raise _fault(plugin, f"returned a {type(made).__name__}: return a Symbol, made of scores and targets by mx.sym")

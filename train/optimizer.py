@@ -18,8 +18,8 @@ def make_optimizer(executor: Executor, config: Config) -> Optimizer:
 
 
 def ema_decay(decay: float, step: int) -> float:
-    """Decay of the moving averages at optimizer step `step`, counted from 0. It is `decay`, but lower in the first
-    steps, so that the average soon forgets the initial weights.
+    """Decay of the moving averages at optimizer step `step`, counted from 0. The decay is `decay`, but lower in the
+    first steps, so that the average soon forgets the initial weights.
 
     Source: tf.train.ExponentialMovingAverage, min(decay, (1 + n) / (10 + n)), with n = step - 1.
     """
@@ -28,7 +28,7 @@ def ema_decay(decay: float, step: int) -> float:
 
 @contextlib.contextmanager
 def ema_in_use(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, the network uses the moving averages, if there are any."""
+    """A context in which the network uses the moving averages, if the run keeps any."""
     if not optimizer.ema:
         yield
         return

@@ -1,4 +1,4 @@
-"""The metrics of plug-ins in a validation."""
+"""Computes the metrics of plug-ins in a validation."""
 
 from __future__ import annotations
 

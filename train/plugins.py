@@ -1,4 +1,4 @@
-"""Decorators of plug-ins: a Python file outside this repository registers new parts by them.
+"""Decorators of plug-ins: with these, a Python file outside this repository registers new parts.
 
     import resnet_mxnet as rm
 
@@ -7,8 +7,8 @@
         best_two = np.sort(probabilities)[:, -2:]
         return best_two[:, 1] - best_two[:, 0]
 
-`python -m train --plugin margin.py` loads it. docs/extending.md explains each kind step by step; common/plugins.py says
-which files are executed, and how a run records them. Imports nothing slow.
+`python -m train --plugin margin.py` loads this file. docs/extending.md explains each kind step by step;
+common/plugins.py says which files are executed, and how a run records them. This module imports no slow package.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HOOKS = {"on_run_start": ("run",), "on_epoch_end": ("epoch", "metrics"), "on_che
 plugins.reserve("loss", LOSSES)
 plugins.reserve("schedule", SCHEDULES)
 _MEASURED = ("loss", "top1", "top5", "balanced_top1")
-# The columns of an epoch (`EpochRow` of train/recording/metrics.py), beside which a metric's has its name.
+# The columns of an epoch (`EpochRow` of train/recording/metrics.py), which names of metrics must not repeat.
 plugins.reserve("metric", (*_MEASURED, *(f"{images}_{name}" for images in ("train", "val", "train_eval")
                                          for name in (*_MEASURED, "count")),
                            "epoch", "hours", "images_per_sec", "skipped_images", "plugin_metrics"))

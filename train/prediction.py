@@ -4,8 +4,9 @@
     predictions = network.predict(["cat.jpg", pixels, encoded])
     features = network.embed(["cat.jpg", pixels, encoded])
 
-The commands `predict` and `embed` and the library `resnet_mxnet` share it. Pipelines and executors are kept between
-calls, one for each number of images (rounded up to a power of two), so that a call costs little more than its work.
+The commands `predict` and `embed` and the library `resnet_mxnet` share this class. Pipelines and executors are kept
+between calls, one for each number of images (rounded up to a power of two), so that a call costs little more than its
+work.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ from train.weights.int8_file import Int8Network
 
 GPU_BATCH = 256  # images per forward pass on a GPU, for many images
 ONE_IMAGE = (str, os.PathLike, bytes, bytearray, memoryview, Image.Image)
-KEPT_LOADERS, KEPT_EXECUTORS = 4, 3  # each loader has threads, each executor the parameters
+# limited, because each loader has threads, and each executor has a copy of the parameters
+KEPT_LOADERS, KEPT_EXECUTORS = 4, 3
 
 log = logging.getLogger("train.prediction")
 T = TypeVar("T", bound="Closable")
@@ -80,7 +82,7 @@ class Prediction:
     """The decoder's message about a damaged image that was predicted; "" for an intact one."""
 
     def _repr_html_(self) -> str:
-        """The HTML that a notebook shows."""
+        """The prediction as HTML, which a notebook shows."""
         return predictions_html([self])
 
     @property
@@ -97,12 +99,12 @@ class Prediction:
 
 
 class Prepared(NamedTuple):
-    """A network read from its files, and its device."""
+    """A network that was read from its files, and the device that was chosen for it."""
 
     trained: Checkpoint
     config: Config
     placement: Placement
-    int8: Int8Network | None  # replaces the network in floats
+    int8: Int8Network | None  # if given, used in place of the float network
 
 
 def prepared(options: InferenceOptions, workers: Workers) -> Prepared:
@@ -129,8 +131,9 @@ def device_and_number(device: str) -> tuple[str, int | None]:
 
 
 def check_top(top: int, num_classes: int, place: str) -> int:
-    """The number of classes listed for an image: five by default, or all if the network has fewer. Raises TrainError
-    if more are requested than it has."""
+    """The number of classes listed for an image: five by default, or all if the network has fewer. Raises TrainError if
+    `top` is larger than `num_classes`.
+    """
     if top < 1:
         raise TrainError(f"--top {top} must be at least 1")
     if top > num_classes and top != PredictOptions.top:
@@ -139,7 +142,7 @@ def check_top(top: int, num_classes: int, place: str) -> int:
 
 
 def finite(probabilities: np.ndarray, place: str) -> np.ndarray:
-    """Return `probabilities`. Raises TrainError if some are not finite, since they have no largest."""
+    """Return `probabilities`. Raises TrainError if some are not finite, because no largest value then exists."""
     if not np.isfinite(probabilities).all():
         raise TrainError(f"{place} gives probabilities that are not numbers: its weights are too large for the "
                          "precision that it computes in; give --device cpu, which computes in float32, or other "
@@ -168,7 +171,7 @@ class Kept(Generic[T]):
         return self._items[key]
 
     def drop(self, key: Any) -> None:
-        """Close the item with this key, if there is one."""
+        """Close and remove the item with this key, if the cache has one."""
         if key in self._items:
             self._items.pop(key).close()
 
@@ -198,7 +201,7 @@ class Answer(NamedTuple):
 
     places: list[int]  # indices of the N images in the caller's order
     values: np.ndarray  # (N, classes) or (N, features), float32
-    batch: Batch  # its first N rows are the images
+    batch: Batch  # the batch; its first N rows are the images
 
 
 class Unread(NamedTuple):
@@ -209,15 +212,16 @@ class Unread(NamedTuple):
 
 
 class Predictor:
-    """A trained network on a device. Several threads may use it; they then take turns."""
+    """A trained network on a device. Several threads may use a predictor; they then take turns."""
 
     def __init__(self, prepared: Prepared, options: InferenceOptions, workers: Workers) -> None:
         """`options.batch_size`: the largest number of images in a forward pass."""
         self.prepared, self.options, self.workers = prepared, options, workers
         self.trained, self.place = prepared.trained, options.checkpoint
-        # Both take milliseconds to find, because the network's graph is built for that.
+        # Both are stored, because finding them takes milliseconds: the network's graph must be built.
         self.num_classes, self.num_features = self.trained.num_classes, features_of(self.trained)
-        self._network = plugins.find("model", self.trained.config.model)  # None: it is this program's own
+        named = {"model": self.trained.config.model, "loss": self.trained.config.loss}
+        self._of_plugins = [plugins.find(kind, name) for kind, name in named.items()]
         self._loaders: Kept[DaliLoader] = Kept(KEPT_LOADERS)
         self._executors: Kept[Scores | Features] = Kept(KEPT_EXECUTORS)
         self._sizes: dict[type, int] = {}  # batch size of the cuda executor of each kind
@@ -251,9 +255,7 @@ class Predictor:
                 keep_pictures: bool = False) -> list[Prediction]:
         """The most likely classes of images, in their order.
 
-        Args:
-            images: each as `pipelines.given.given` takes it.
-            top: number of classes for each image.
+        Args: images: each in a form that `pipelines.given.given` accepts. top: number of classes for each image.
             on_bad_image: "error" raises for an image that cannot be read; "skip" gives a Prediction with its `error`.
             keep_pictures: keep the image in each Prediction as the network sees it.
 
@@ -290,8 +292,10 @@ class Predictor:
 
     def answers(self, images: Sequence[Given], kind: type[Scores | Features], on_bad_image: str,
                 unread: Unread) -> Iterator[Answer]:
-        """Compute batch by batch: first all images of one form (paths, bytes, pixels), then of the next, each in order.
-        `unread` receives the images that are unreadable or damaged. Raises UserError."""
+        """Compute the results batch by batch: first all images of one form (paths, bytes, pixels), then all images of
+        the next form, each in the given order. `unread` receives the images that are unreadable or damaged. Raises
+        UserError.
+        """
         if on_bad_image not in ("error", "skip"):
             raise TrainError(f"on_bad_image is {on_bad_image!r}: give 'error' or 'skip'")
         if kind is Features and self.prepared.int8:
@@ -316,7 +320,7 @@ class Predictor:
                     count = batch.num_valid
                     yield Answer([places[i] for i in batch.indices[:count]], receive()[:count], batch)
             except DataError:
-                if len(loader.bad) < len(images):  # otherwise no image is readable, and `unread` says so
+                if len(loader.bad) < len(images):  # otherwise no image is readable, which `unread` then shows
                     raise
             if loader.bad and on_bad_image == "error":
                 first, reason = min(loader.bad.items())
@@ -326,8 +330,9 @@ class Predictor:
 
     @contextmanager
     def _loader(self, source: Source, size: int) -> Iterator[DaliLoader]:
-        """The loader of these images in batches of `size`: a cached one for a single batch; for more, one that
-        prefetches."""
+        """The loader of these images in batches of `size`: for a single batch a cached loader, for several batches a
+        loader that prefetches.
+        """
         placement = self.prepared.placement
 
         def opened(**others: Any) -> DaliLoader:
@@ -349,8 +354,9 @@ class Predictor:
             raise
 
     def _executor(self, kind: type[Scores | Features], size: int) -> Scores | Features:
-        """The executor for batches of `size` images. The cuda executor also accepts smaller batches, so there is only
-        one."""
+        """The executor for batches of `size` images. The cuda executor also accepts smaller batches, so each kind has
+        only one cuda executor.
+        """
         is_cuda = self.prepared.placement.executor == "cuda"
         key: Any = kind if is_cuda else (kind, size)
         if is_cuda and self._sizes.get(kind, size) < size:
@@ -359,7 +365,7 @@ class Predictor:
         def make() -> Scores | Features:
             self._sizes[kind] = size
             config = replace(self.prepared.config, batch_size=size)
-            with plugins.known_again(self._network):
+            with plugins.known_again(self._of_plugins):
                 if kind is Scores:
                     return Scores(self.prepared, config)
                 return Features(self.trained, config, self.prepared.placement)
@@ -367,7 +373,7 @@ class Predictor:
         return self._executors.get(key, make)
 
     def _pictures(self, answer: Answer) -> list[np.ndarray]:
-        """uint8 (size, size, 3) each: the images as the network sees them."""
+        """The images as the network sees them, each uint8 (size, size, 3)."""
         config = self.prepared.config
         pixels = answer.batch.data.asnumpy()[: len(answer.places), ..., :3] * config.std + config.mean
         return list(pixels.round().clip(0, 255).astype(np.uint8))
@@ -379,15 +385,17 @@ class Predictor:
 
 
 def batch_for(count: int, most: int) -> int:
-    """The batch size for this many images: the next power of two, but at most `most`. So few sizes occur, and the
-    objects for a size are reused."""
+    """The batch size for this many images: the next power of two, but at most `most`. Only few sizes occur then, so the
+    objects for a size are reused.
+    """
     return min(most, 1 << (count - 1).bit_length())
 
 
 def features_of(trained: Checkpoint) -> int:
     """The length C of a feature vector, which the network's classifier reads."""
     weight, *_ = models.create(trained.config.model, trained.num_classes).classifier
-    return trained.params[weight].shape[-1]  # of a convolution OHWI, of a fully connected layer (classes, C)
+    # the weight is OHWI for a convolution, and (classes, C) for a fully connected layer
+    return trained.params[weight].shape[-1]
 
 
 def listed(images: Any) -> tuple[list[Any], bool]:
@@ -410,7 +418,7 @@ def listed(images: Any) -> tuple[list[Any], bool]:
 
 
 def _is_of_several(image: Any) -> bool:
-    """Whether it is the path of a folder or of a list of images."""
+    """Whether `image` is the path of a folder or of a list of images."""
     if not isinstance(image, (str, os.PathLike)):
         return False
     path = Path(image)
@@ -422,8 +430,9 @@ def _numbered(images: Sequence[Any]) -> list[Given]:
 
 
 def _requests(executor: Scores | Features, loader: Loader) -> Iterator[tuple[Batch, Callable[[], np.ndarray]]]:
-    """Yields each batch and a function that fetches its results. A batch is yielded once the device computes the next
-    one."""
+    """Yields each batch and a function that fetches its results. A batch is yielded only after the device has begun the
+    next batch.
+    """
     before: tuple[Batch, Callable[[], np.ndarray]] | None = None
     for batch in loader:
         executor.infer(batch.data)

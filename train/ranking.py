@@ -10,8 +10,9 @@ MOST_PASSES = 100
 
 
 def most_likely(probabilities: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray]:
-    """The `top` largest of the probabilities (N, classes): classes (N, top) and probabilities (N, top), the largest
-    first; among equal ones, the first class."""
+    """The `top` largest probabilities of each row of (N, classes). Returns classes (N, top) and probabilities (N, top),
+    the largest first. Among equal probabilities the first class comes first.
+    """
     if top > MOST_PASSES:
         classes = np.argsort(-probabilities, axis=1, kind="stable")[:, :top]
     else:

@@ -1,4 +1,4 @@
-"""Executors run graphs. `create_executor` makes one; all of them have the interface `base.Executor`.
+"""Executors run graphs. `create_executor` makes an executor; all executors have the interface `base.Executor`.
 
     executor = create_executor("mxnet", graph, {"data": (32, 64, 64, 3), "softmax_label": (32,)})
     executor.set_params(params, aux)
@@ -27,9 +27,10 @@ def create_executor(
     device   "cpu(0)" or "gpu(1)"
     options  options of the executor's class
 
-    Raises GraphError for an unknown name or device, and for whatever the executor cannot run.
+    Raises GraphError for an unknown name or device, and for a graph that the executor cannot run.
     """
-    if name == "mxnet":  # each is imported when it is first used: MXNet and the CUDA libraries take long to load
+    # each executor is imported at its first use, because MXNet and the CUDA libraries take long to load
+    if name == "mxnet":
         from graph_passes.executors.mxnet import MXNetExecutor
 
         return MXNetExecutor(graph, shapes, device, **options)

@@ -1,4 +1,4 @@
-"""The interface that all executors share. `create_executor` (`executors/__init__.py`) makes one."""
+"""The interface that all executors share. `create_executor` (`executors/__init__.py`) makes executors."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ Arrays = dict[str, np.ndarray]
 
 
 class Metrics(NamedTuple):
-    """Sums over images, of one process or of all: the network's loss in nats (with label smoothing; for binary cross
-    entropy the mean over the classes), top-1 and top-5 hits, and the number of images."""
+    """Sums over images, for one process or for all processes: the network's loss in nats (with label smoothing; for
+    binary cross entropy the mean over the classes), top-1 and top-5 hits, and the number of images.
+    """
 
     loss_sum: float
     top1: float
@@ -42,17 +43,18 @@ class Box(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """The random choices of a training pass. The caller draws them from the position in the run, so that any pass can
-    be repeated on any executor.
+    """The random choices of a training pass. The caller derives these choices from the position in the run, so that any
+    pass can be repeated on any executor.
 
     Image i of a batch of n is mixed with image n - 1 - i. The loss is computed with the mixed targets. Hits are counted
-    for the label with the larger share of the image: mostly its own; its partner's if `cutmix` covers more than half;
-    the label with the smaller number if the shares are equal.
+    for the label with the larger share of the image. This is mostly the image's own label, and the partner's label if
+    `cutmix` covers more than half of the image. If the shares are equal, the label with the smaller number counts.
 
-    mixup: lambda of Zhang et al., arXiv:1710.09412, from 0.5 to 1: each image becomes lambda * itself + (1 - lambda) *
-        its partner, and its target likewise.
-    cutmix: the box of Yun et al., arXiv:1905.04899, of images in the size of this batch: each image has its partner's
-        pixels there, and its target is a mean by area. None: no box, as with mixup, since a batch has one of the two.
+    mixup: lambda of Zhang et al., arXiv:1710.09412, from 0.5 to 1: each image becomes lambda * image + (1 - lambda) *
+        partner, and targets are mixed likewise.
+    cutmix: the box of Yun et al., arXiv:1905.04899, in pixels of this batch's images. Inside the box each image has its
+        partner's pixels, and its target is the mean of both targets, weighted by area. None: no box. A batch has either
+        mixup or cutmix.
     seed: 64 bits that determine the masks of all Dropouts (`operators/dropout.py`).
     """
 
@@ -82,14 +84,14 @@ NO_DRAWS = Draws()
 class Executor(ABC):
     """Runs one graph on one device.
 
-    It is made for one batch size. The height and width of images may change: the network is built for a new size, on
-    the same parameters, when the first batch of that size comes or when `prepare_inference` names it. Training and
-    inference may have different sizes; each keeps the network for its latest size.
+    An executor is made for one batch size. The height and width of images may change: the network is built for a new
+    size, with the same parameters, at the first batch of that size or in `prepare_inference`. Training and inference
+    may have different sizes; both keep the network of their latest size.
 
     `params`, `aux` (running statistics) and `grads` (of the latest backward pass, or the sum of several; `frozen`
     parameters have none) are live arrays by variable name, in this executor's own layout. The canonical layout of a
-    convolution's weight is OHWI. On a GPU, reading them makes the host wait: read them anew in every step, and only if
-    needed.
+    convolution's weight is OHWI. On a GPU, reading these attributes makes the host wait: read them anew in every step,
+    and only if needed.
     """
 
     params: dict[str, Any]
@@ -107,7 +109,8 @@ class Executor(ABC):
         self.frozen = roles.frozen(graph)
         self.input_shapes: dict[str, Shape] = {name: tuple(shape) for name, shape in shapes.items()}
         self._weight_layouts = weight_layouts(graph)
-        self._accepted = {name: {shape} for name, shape in self.input_shapes.items()}  # set by `check_input`
+        # `check_input` adds accepted shapes
+        self._accepted = {name: {shape} for name, shape in self.input_shapes.items()}
         self._optimizer: ArrayOptimizer | None = None
 
     @property
@@ -158,15 +161,17 @@ class Executor(ABC):
         return params, {name: self.to_canonical(name, array) for name, array in self.aux.items()}
 
     def request_copies(self, arrays: Mapping[str, Any]) -> Callable[[], Arrays]:
-        """Copy live arrays by variable: `params`, `aux`, or the optimizer's. Returns a function, to be called once,
-        that makes canonical arrays of the copies. Any thread may call it while the executor is used."""
+        """Copy live arrays by variable: `params`, `aux`, or arrays of the optimizer. Returns a function, to be called
+        once, that makes canonical arrays from the copies. Any thread may call it while the executor is used.
+        """
         copies = {name: array.asnumpy() if hasattr(array, "asnumpy") else np.array(array)
                   for name, array in arrays.items()}
         return lambda: {name: self.to_canonical(name, copies.pop(name)) for name in list(copies)}
 
     def check_input(self, name: str, shape: Sequence[int]) -> None:
         """Raise GraphError if the batch has another shape than the executor's. Height and width may differ if the
-        network's parameters do not depend on them."""
+        shapes of the network's parameters do not depend on them.
+        """
         shape = tuple(shape)
         if name not in self.input_shapes:
             known = ", ".join(self.input_shapes)
@@ -185,8 +190,9 @@ class Executor(ABC):
 
     def create_optimizer(self, rule: Rule, ema: bool = False, clip_norm: float = 0.0) -> Optimizer:
         """Create the optimizer of all parameters that are not frozen. `ema`: keep moving averages of parameters and
-        running statistics. `clip_norm`: scale the gradients down to this global norm if theirs is larger
-        (`optimizers.base.clip_factor`); 0: no clipping."""
+        running statistics. `clip_norm`: scale the gradients down to this global norm if their norm is larger
+        (`optimizers.base.clip_factor`); 0: no clipping.
+        """
         trained, statistics = ({name: array for name, array in arrays.items() if name not in self.frozen}
                                for arrays in (self.params, self.aux))
         self._optimizer = ArrayOptimizer(rule, trained, self.grads, roles.weights(self.graph),
@@ -203,8 +209,9 @@ class Executor(ABC):
 
     def prepare_inference(self, image_size: tuple[int, int]) -> None:
         """Build the network for inference on whole batches of images of this height and width. Otherwise the first
-        batch would wait for it: some seconds on a GPU that has no kernels chosen yet. Raises GraphError if the network
-        does not take this size or memory is short."""
+        batch would wait for this: some seconds on a GPU for which no kernels are chosen yet. Raises GraphError if the
+        network does not accept this size, or if memory is short.
+        """
         images, _, _, channels = self.input_shapes["data"]
         self.check_input("data", (images, *image_size, channels))
 
@@ -221,15 +228,17 @@ class Executor(ABC):
     @abstractmethod
     def request_probabilities(self) -> Callable[[], np.ndarray]:
         """Request the class probabilities (N, classes), float32, of the latest inference without waiting. Returns a
-        function, to be called once, that waits for them; the executor may be used meanwhile."""
+        function, to be called once, that waits for the probabilities; the executor may be used meanwhile.
+        """
 
     @abstractmethod
     def read_metrics(self) -> Metrics:
-        """The counts since the last read, over training and inference. Waits for the device."""
+        """The metrics since the last read, summed over training and inference. Waits for the device."""
 
     def request_metrics(self) -> Callable[[], Metrics]:
         """Like `read_metrics`, but does not wait. Returns a function, to be called once, that waits for the work
-        requested so far and returns its metrics. This default reads them at once."""
+        requested so far and returns its metrics. This default implementation reads the metrics at once.
+        """
         metrics, gradient_norm = self.read_metrics(), self._optimizer.gradient_norm if self._optimizer else None
 
         def receive() -> Metrics:
@@ -248,26 +257,28 @@ class Executor(ABC):
         self.synchronize()
 
     def largest_batch(self) -> int | None:
-        """The largest batch size of a training step on this device, estimated from the memory of the present one; None
-        if the device has no separate memory."""
+        """The largest batch size of a training step on this device, estimated from the memory that the present batch
+        size needs; None if the device has no separate memory.
+        """
         return None
 
     # Seconds that the GPU was idle for lack of a batch, in the step that the latest `end_step` waited for.
     idle_seconds: float | None = None
 
-    # Skipped optimizer steps (a gradient was not finite, so no weight changed), as of the latest metrics: in all, and
-    # since the last step that changed weights. Only the cuda executor skips steps: in float16, with LARS and with
-    # clipping. Elsewhere values that are not finite reach the weights, and so the loss.
+    # Skipped optimizer steps (a gradient was not finite, so no weight changed), at the time of the latest metrics: in
+    # all, and since the last step that changed weights. Only the cuda executor skips steps: in float16, with LARS and
+    # with clipping. In all other cases values that are not finite reach the weights, and then the loss.
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
 
-    # With clipping: the gradient norm before clipping, in the last of these steps.
+    # With clipping: the gradient norm before clipping, in the latest step whose metrics were read.
     gradient_norm: float | None = None
 
     def end_step(self) -> None:
-        """Call this after each optimizer step: it bounds the work in flight. This default waits for all of it.
-        Executors on a GPU wait for the step before, to keep the GPU busy; the time between two calls is still one
-        step's."""
+        """Bound the work in flight; to be called after each optimizer step. This default implementation waits for all
+        work. Executors on a GPU wait for the previous step, to keep the GPU busy; the time between two calls is still
+        the time of one step.
+        """
         self.synchronize()
 
 

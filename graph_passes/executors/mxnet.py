@@ -1,4 +1,4 @@
-"""The executor on stock MXNet: any CPU, and the GPUs that MXNet 1.9.1 has machine code for (up to sm_89).
+"""The executor on stock MXNet: any CPU, and GPUs up to sm_89, for which MXNet 1.9.1 has machine code.
 
 Fused operators are expanded to MXNet's own. On the CPU the graph is converted to NCHW (MXNet's CPU convolution does not
 support NHWC). Then the Symbol is bound. Equal inputs give equal bits in every run on one machine and thread count.
@@ -31,7 +31,7 @@ Array = Any  # mx.nd.NDArray; MXNet has no type stubs
 
 
 class _Bound(NamedTuple):
-    """The Symbol bound for one use and one image size. `masks`: its inputs that are Dropout masks."""
+    """The Symbol bound for one use and one image size. `masks`: the inputs of the Symbol that are Dropout masks."""
 
     executor: Any
     inputs: dict[str, Array]
@@ -39,17 +39,17 @@ class _Bound(NamedTuple):
 
 
 class MXNetExecutor(Executor):
-    """Runs a graph by MXNet's own operators, in fp32, on CPUs and on GPUs that they support."""
+    """Runs a graph by MXNet's own operators, in fp32, on CPUs and on GPUs that these operators support."""
 
     def __init__(self, graph: Graph, shapes: Mapping[str, Sequence[int]], device: str = "cpu(0)") -> None:
         self._context = _context(device)
         check_recurrent(graph)
-        images, *_ = shapes.get("data") or (1,)  # other inputs are refused below
+        images, *_ = shapes.get("data") or (1,)  # missing data is refused below
         graph = draw_masks(unfuse(graph), images)
         super().__init__(layout(graph, "NCHW") if self._context.device_type == "cpu" else graph, shapes)
         graph = self.graph
         self._loss = _loss_node(graph)
-        if self._loss:  # the Symbol ends in the scores; the rest is computed without it
+        if self._loss:  # the Symbol ends in the scores; the loss is computed outside the Symbol
             graph = Graph(graph, self._loss.inputs[:1], graph.attrs)
             if LABEL in self.input_shapes:
                 self._classes = self.graph.infer_shapes(self.input_shapes)[self._loss.inputs[0]][1]
@@ -63,12 +63,13 @@ class MXNetExecutor(Executor):
         self.params = {name: zeros[name] for name in arguments if name not in self.input_shapes}
         self.aux = {name: zeros[name] for name in aux}
         self._symbols = {"write": training, "add": training, "null": inference}
-        # The Symbol is bound once for each use. forward(is_train) of a bound Symbol sets a flag, which operators
-        # waiting in the engine read only when they run. A Symbol used for both training and inference would mix up the
+        # The Symbol is bound once for each use. forward(is_train) of a bound Symbol sets a flag. Operators that wait in
+        # the engine read this flag only when they run, so one Symbol for both training and inference would mix up the
         # two.
-        self._bound: dict[str, _Bound] = {}  # by grad_req: "write" gradients, "add" to them, or infer ("null")
+        # grad_req -> Symbol: "write" gradients, "add" to gradients, or infer ("null")
+        self._bound: dict[str, _Bound] = {}
         self._trained: set[str] = set()  # bound Symbols that have had a training pass
-        self._totals = mx.nd.zeros(4, dtype="float64", ctx=self._context)  # the fields of Metrics
+        self._totals = mx.nd.zeros(4, dtype="float64", ctx=self._context)  # sums of the fields of Metrics
         self._latest: Array = None  # probabilities of the latest inference
 
     @cached_property
@@ -94,7 +95,7 @@ class MXNetExecutor(Executor):
         return self._latest
 
     def forward_all(self, data: Array) -> list[np.ndarray]:
-        """All outputs of the graph in inference; `forward` returns the first."""
+        """All outputs of the graph in inference; `forward` returns only the first output."""
         bound = self._load("null", data)
         return [output.asnumpy() for output in bound.executor.forward(is_train=False)]
 
@@ -117,7 +118,8 @@ class MXNetExecutor(Executor):
 
     def _assign(self, array: Array, value: np.ndarray) -> None:
         # After inference oneDNN keeps convolution weights in its own blocked layout (training undoes it). Every MXNet
-        # operator can read it, but assigning NumPy to such an array fails, and its pointer must not be given away.
+        # operator can read this layout. But NumPy values cannot be assigned to an array in this layout, and other
+        # libraries must not use the array's pointer.
         array[:] = mx.nd.array(value, ctx=self._context)
 
     def _load(self, grad_req: str, data: Array, draws: Draws = NO_DRAWS) -> _Bound:
@@ -149,7 +151,8 @@ class MXNetExecutor(Executor):
         return _mixed(targets, share), ranked
 
     def _bind(self, grad_req: str, shapes: Mapping[str, Sequence[int]]) -> _Bound:
-        shared = next((bound.executor for bound in self._bound.values()), None)  # all share their working memory
+        # all bound Symbols share their working memory
+        shared = next((bound.executor for bound in self._bound.values()), None)
         masks = {} if grad_req == "null" else _mask_shapes(self.graph, shapes["data"])
         inputs = {name: mx.nd.zeros(shape, ctx=self._context) for name, shape in {**shapes, **masks}.items()}
         grads = {} if grad_req == "null" else self.grads
@@ -201,9 +204,10 @@ def _context(device: str) -> Any:
 
 
 def check_recurrent(graph: Graph) -> None:
-    """Refuse RNN without oneDNN. MXNet 1.9.1 computes RNN by oneDNN. With oneDNN switched off, it still passes RNN
-    oneDNN's arrays, and returns wrong numbers or ends the process; its own RNN code (MXNET_USE_MKLDNN_RNN=0) has wrong
-    gradients for several layers."""
+    """Refuse RNN without oneDNN. MXNet 1.9.1 computes RNN with oneDNN. With oneDNN switched off, MXNet still passes
+    oneDNN's arrays to RNN, and returns wrong numbers or ends the process. MXNet's own RNN code (MXNET_USE_MKLDNN_RNN=0)
+    computes wrong gradients for several layers.
+    """
     recurrent = [node.name for node in graph if node.op == "RNN"]
     if recurrent and "0" in (os.environ.get("MXNET_MKLDNN_ENABLED"), os.environ.get("MXNET_USE_MKLDNN_RNN")):
         raise GraphError(f"MXNet computes RNN '{recurrent[0]}' correctly only with oneDNN: unset MXNET_MKLDNN_ENABLED "
@@ -216,7 +220,7 @@ def _infer_shapes(symbol: Any, inputs: Mapping[str, Sequence[int]]) -> tuple[dic
         if name not in symbol.list_arguments():
             raise GraphError(f"the graph has no input '{name}': give shapes for its inputs only")
     try:
-        with warnings.catch_warnings():  # MXNet warns of what the error below says
+        with warnings.catch_warnings():  # MXNet also prints a warning; the error below is enough
             warnings.simplefilter("ignore")
             arguments, _, aux = symbol.infer_shape(**inputs)
     except mx.base.MXNetError as error:
@@ -230,19 +234,19 @@ def _infer_shapes(symbol: Any, inputs: Mapping[str, Sequence[int]]) -> tuple[dic
     )
 
 
-# Messages that MXNet logs when it binds, and that no setting turns off: MXNET_SUBGRAPH_BACKEND
-# (common/mxnet_compat.py).
+# Messages about MXNET_SUBGRAPH_BACKEND (common/mxnet_compat.py) that MXNet logs when it binds a Symbol. No setting
+# turns these messages off.
 _ANY_LINE = re.compile(b"")
 _DROPPING = ("DropoutImages", "DropoutElements")
 
 
 def _mask(node: Node) -> str:
-    """Name of the mask input by which a tensor is multiplied in place of the Dropout `node`."""
+    """Name of the mask input that replaces the Dropout `node`: the tensor is multiplied by this mask."""
     return f"{node.name}_mask"
 
 
 def _with_masks(graph: Graph) -> Graph:
-    """The graph with masks as inputs: MXNet's own Dropout would draw them anew in a resumed run."""
+    """The graph with Dropout masks as inputs. MXNet's own Dropout would draw other masks in a resumed run."""
     def multiply(node: Node) -> Sequence[Node] | None:
         if node.op not in _DROPPING:
             return None
@@ -275,7 +279,6 @@ def _loss_node(graph: Graph) -> Node | None:
     return node if node.op in LOSSES else None
 
 
-# --- the losses of graph_passes/operators, of targets (N, classes), weighted where there are weights ---
 
 
 def _probabilities(loss: Node, scores: Array) -> Array:

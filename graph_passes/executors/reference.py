@@ -1,8 +1,8 @@
 """The executor in NumPy: the oracle for every operator, fused or not, forward and backward. Small shapes only.
 
-It runs the fully fused graphs of `graph_passes/pipeline.py`, one operator after the other, each as its description says
-(`graph_passes/operators`). `forward` and `backward` instead run a network as given, without passes and without a graph
-of the backward pass. The passes are checked against them.
+It runs the fully fused graphs of `graph_passes/pipeline.py`, one operator after the other, each by its description in
+`graph_passes/operators`. `forward` and `backward` instead run a network as given, without passes and without a graph of
+the backward pass. Tests check the passes against these two functions.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Values = dict[Ref, Array]
 
 
 class ReferenceExecutor(Executor):
-    """Runs a graph in NumPy, as the oracle for the others.
+    """Runs a graph in NumPy, as the oracle for the other executors.
 
-    Arrays are of `dtype`: "float32" or "float64". `network_dtype` is the type that the passes see: with "bfloat16" they
-    include the fusions for 16-bit types, which are still computed in `dtype`.
+    Arrays are of `dtype`: "float32" or "float64". `network_dtype` is the type that the passes see: with "bfloat16" the
+    passes include the fusions for 16-bit types, but all operators are computed in `dtype`.
     """
 
     def __init__(self, graph: Graph, shapes: Mapping[str, Sequence[int]], device: str = "cpu(0)",
@@ -50,9 +50,9 @@ class ReferenceExecutor(Executor):
         self.aux = {name: arrays[name] for name in graph.aux}
         self.params = {name: arrays[name] for name in graph.arguments if name not in self.input_shapes}
         self.grads = {name: np.zeros_like(array) for name, array in self.params.items() if name not in self.frozen}
-        self._sums = np.zeros(4)  # the fields of Metrics
-        self._latest = np.empty((0, 0))  # probabilities
-        self._steps: dict[tuple[int, ...], Graph] = {}  # by the shape of the data
+        self._sums = np.zeros(4)  # sums of the fields of Metrics
+        self._latest = np.empty((0, 0))  # probabilities of the latest inference
+        self._steps: dict[tuple[int, ...], Graph] = {}  # shape of the data -> step graph
         self._inference: Graph | None = None
 
     def step_graph(self, data_shape: tuple[int, ...]) -> Graph:
@@ -94,7 +94,8 @@ class ReferenceExecutor(Executor):
         if num_valid:
             last = graph[graph.outputs[0].node]
             scores, label, *bias = (values[ref] for ref in last.inputs)
-            counting = last.derive(LOSSES[last.op], last.name, last.inputs, class_weights=())  # they are for training
+            # class weights are only for training
+            counting = last.derive(LOSSES[last.op], last.name, last.inputs, class_weights=())
             _, *sums = evaluate(counting, [scores[:num_valid], label[:num_valid], *bias])
             self._sums += [*(total.item() for total in sums), num_valid]
 
@@ -112,7 +113,7 @@ class ReferenceExecutor(Executor):
         return Metrics(float(loss_sum), int(top1), int(top5), int(count))
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: all work is synchronous."""
 
     def _inputs(self, data: Any, label: Any) -> dict[str, Array]:
         """The inputs of the network by name; inference does not read the label."""
@@ -148,10 +149,8 @@ class ReferenceExecutor(Executor):
 class QuantisedExecutor(ReferenceExecutor):
     """Inference in INT8, exact to the bit: the oracle for GPUs, and an executor for users without one.
 
-    Args:
-        graph, shapes: of the network, as for every executor.
-        scales, kept: as in `passes/quantise.py`.
-        params: by `quantise_params`.
+    Args: graph, shapes: the network and the shapes of its inputs, as for every executor. scales, kept: as in
+        `passes/quantise.py`. params: by `quantise_params`.
     """
 
     def __init__(self, graph: Graph, shapes: Mapping[str, Sequence[int]], scales: Scales, kept: Kept,

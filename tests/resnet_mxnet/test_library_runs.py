@@ -18,7 +18,6 @@ import pytest
 from library_run import TINY, Trained
 
 import resnet_mxnet as rm
-from common.mxnet_compat import mx
 from common.output import shows_bars
 from train.command_line import read, values_of
 from train.commands import runs as runs_command
@@ -305,28 +304,3 @@ def test_a_run_with_a_plugin(
     with run.load(device="cpu") as net:
         assert net.num_features == 8 and "small" in repr(net) and "small" in rm.models()
         assert net.validate().plugin_metrics == pytest.approx(run.record.epochs[-1].plugin_metrics, rel=1e-4)
-
-
-def test_runs_of_two_network_files_of_equal_name(tiny_data: Path, light_training: None, tmp_path: Path) -> None:
-    """Every call takes the network that its run has recorded, whichever was named or loaded before."""
-    runs = {}
-    for filters in (8, 16):
-        x = mx.sym.Convolution(mx.sym.Variable("data"), kernel=(3, 3), num_filter=filters, name="conv")
-        x = mx.sym.Pooling(x, global_pool=True, kernel=(1, 1), pool_type="avg")
-        file = tmp_path / str(filters) / "net-symbol.json"
-        file.parent.mkdir()
-        file.write_text(mx.sym.FullyConnected(x, num_hidden=3, name="fc").tojson())
-        options = TINY | {"model": str(file), "epochs": 1, "data": tiny_data, "output": file.parent / "run"}
-        runs[filters] = rm.train(**options).folder
-    narrow, wide = (rm.load(folder, device="cpu") for folder in runs.values())  # the wide one was named last
-    assert (narrow.num_features, wide.num_features) == (8, 16)
-    losses = [network.validate(tiny_data).loss for network in (narrow, wide, narrow)]
-    assert losses[0] == losses[2] != losses[1]
-    onnx = pytest.importorskip("onnx")
-    for filters, network in ((8, narrow), (16, wide)):
-        network.export_onnx(file := tmp_path / f"{filters}.onnx")
-        assert [filters, 3, 3, 3] in [list(each.dims) for each in onnx.load(file).graph.initializer]
-        with network.quantize(data=tiny_data) as small:
-            assert small.classes == network.classes and len(small.predict(sorted(tiny_data.rglob("*.jpg"))[:2])) == 2
-    resumed = rm.train(resume=runs[8], epochs=2)
-    assert resumed.history["epoch"].tolist() == [1, 2]

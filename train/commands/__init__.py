@@ -1,1 +1,1 @@
-"""The commands of `python -m train`: one module each, whose `main` receives the option values."""
+"""The commands of `python -m train`: each command is a module, whose function `main` receives the option values."""

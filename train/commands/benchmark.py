@@ -1,5 +1,6 @@
-"""The command `benchmark`: measures the speed of training steps, repeated until it is known well enough, or the speed
-of inference (`benchmark_inference`)."""
+"""The command `benchmark`: measures the speed of training steps, or of inference (`benchmark_inference`). Steps are
+repeated until the speed is known well enough.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ class Result(NamedTuple):
 
 
 def main(values: Mapping[str, Any]) -> None:
-    """Measure and report. Raises UserError."""
+    """Measure the speed and report it. Raises UserError."""
     if values.get("inference"):
         measure_inference(values, Workers())
         return
@@ -76,7 +77,7 @@ def main(values: Mapping[str, Any]) -> None:
 
 
 def _check_profile(config: Config, placement: devices.Placement) -> None:
-    """Raise TrainError if the operators of a step cannot be measured."""
+    """Raise TrainError if the single operators of a step cannot be measured."""
     if config.bn_group > 1:
         raise TrainError(f"--profile measures one GPU alone, but with --bn-group {config.bn_group} a GPU waits for "
                          "other GPUs; leave out --profile or --bn-group")
@@ -88,7 +89,7 @@ def _check_profile(config: Config, placement: devices.Placement) -> None:
 def benchmark(trainer: Trainer, recorder: Recorder, wanted: Measurement) -> Result:
     """Repeat training steps until their median time is known well enough.
 
-    The end is reached when the standard error of the median is below 1 %, or at a limit in `wanted`. A step's time is
+    The measurement ends when the standard error of the median is below 1 %, or at a limit in `wanted`. A step's time is
     measured between the ends of two steps, so it includes everything that the loop does (`Recorder.stop_clock`).
     """
     most = wanted.warmup_steps + wanted.limit_steps

@@ -1,9 +1,9 @@
 """The speed of inference, by batch size and precision: `python -m train benchmark --inference`.
 
 A pass starts with a batch in the device's memory and ends with the class probabilities in the host's memory. Throughput
-(images/sec) is measured with consecutive passes: the host fetches the results of one while the device computes the
-next. Latency is the time of a pass that runs alone. Each point is warmed up first, and several batches alternate. The
-images are noise: their content does not affect the time, but their variety affects the power.
+(images/sec) is measured with consecutive passes: the host fetches the results of one pass while the device computes the
+next pass. Latency is the time of a pass that runs alone. Each point begins with a warm-up, and several batches
+alternate. The images are noise. The time does not depend on the images, but the power does, so the images differ.
 
 Two figures have MLPerf Inference's names (arXiv:1911.02549, table III): single stream is the 90th percentile of the
 latency of batch 1, offline the largest throughput. An MLPerf submission needs more: the data set, its accuracy,
@@ -58,12 +58,12 @@ GPU_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 CPU_BATCHES = (1, 2, 4, 8, 16)
 CLASSES = 1000
 NUM_BATCHES, POOL = 6, 64  # batches that alternate, and images from which they are made
-WARM_UP_SECONDS, SECONDS = 3.0, 3.0  # minimum, for each of a point's two figures
-CPU_SECONDS = 1.0  # seconds for both on a CPU: its clock rises at once, and its passes take long
+WARM_UP_SECONDS, SECONDS = 3.0, 3.0  # minimum duration for each of a point's two figures
+CPU_SECONDS = 1.0  # value of both on a CPU, whose clock rises at once and whose passes take long
 LONGER = 4
 LEAST_LATENCIES, LEAST_PASSES = 10, 5  # a 90th percentile needs 10 latencies
 INT8 = "int8"
-CALIBRATION_SIZE = 64  # pixels; the scales do not depend on it
+CALIBRATION_SIZE = 64  # pixels; the scales do not depend on the size
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 RESULT, PLOT = "inference.json", "inference.png"
 
@@ -74,8 +74,9 @@ TAKEN = {"inference", "int8", "batch_sizes", "num_classes",
 
 
 def measure_inference(values: Mapping[str, Any], workers: Workers) -> None:
-    """Measure all points. inference.json gets each point as soon as it is measured, however the program ends; the table
-    and the plot show all points. Raises UserError and StoppedBySignal."""
+    """Measure all points. Each point is written to inference.json as soon as it is measured, so no point is lost if the
+    program is killed. The table and the plot show all points. Raises UserError and StoppedBySignal.
+    """
     if workers.size > 1:
         raise TrainError("--inference measures one GPU: use python -m train benchmark --inference", on_all_ranks=True)
     for name in values.keys() - TAKEN:
@@ -123,7 +124,7 @@ def measure_inference(values: Mapping[str, Any], workers: Workers) -> None:
 
 
 def precisions(config: Config, placement: Placement, is_chosen: bool) -> dict[str, Config]:
-    """The precisions of the executor, by their names in tables; only one if --dtype is given."""
+    """The precisions of the executor, by their names in tables; only the given precision if --dtype is given."""
     if placement.executor != "cuda" or is_chosen:
         dtype = network_dtype(config, placement)
         name = "tf32" if placement.executor == "cuda" and dtype == "float32" and config.tf32 else SHORT[dtype]
@@ -139,9 +140,10 @@ def precisions(config: Config, placement: Placement, is_chosen: bool) -> dict[st
 def sweep(precision: str, config: Config, placement: Placement, num_classes: int, sizes: Sequence[int],
           seconds: float | None = None) -> Generator[Point, None, None]:
     """Yield the points of one precision, from the smallest batch up. Prints the results, and the sizes that do not fit
-    into memory. A cuda executor accepts batches smaller than its own; other executors are built for each size.
-    `seconds`: the time for each part of a point, instead of the default. The throughput gets LONGER times as much if
-    its median is not known to 1 % by then."""
+    into memory. One cuda executor serves all sizes, because it also accepts smaller batches. Other executors are built
+    for each size. `seconds`: the time for each part of a point, instead of the default. The throughput gets LONGER
+    times as much time if its median is not known to 1 % after `seconds`.
+    """
     shared: Executor | None = None
     fitting = list(sizes)
     if placement.executor == "cuda":
@@ -149,11 +151,11 @@ def sweep(precision: str, config: Config, placement: Placement, num_classes: int
     try:
         for batch in fitting:
             executor = shared or _build(precision, config, placement, num_classes, batch)
-            if executor is None:  # a larger one would not fit either
+            if executor is None:  # a larger batch would not fit either
                 return
             try:
                 point = measure(executor, precision, images(config, placement, batch), seconds)
-            except (CapacityError, TransientError):  # kernels need further memory; points so far are kept
+            except (CapacityError, TransientError):  # kernels need further memory; the points measured so far are kept
                 print(_left_out(precision, batch), flush=True)
                 return
             finally:
@@ -169,7 +171,7 @@ def sweep(precision: str, config: Config, placement: Placement, num_classes: int
 
 def _largest(precision: str, config: Config, placement: Placement, num_classes: int,
              sizes: Sequence[int]) -> tuple[Executor | None, list[int]]:
-    """The executor for the largest size that fits, and the sizes that it accepts."""
+    """The executor for the largest size that fits into memory, and the sizes that this executor accepts."""
     for count in range(len(sizes), 0, -1):
         if executor := _build(precision, config, placement, num_classes, sizes[count - 1]):
             return executor, list(sizes[:count])
@@ -178,8 +180,8 @@ def _largest(precision: str, config: Config, placement: Placement, num_classes: 
 
 def _build(precision: str, config: Config, placement: Placement, num_classes: int, batch: int) -> Executor | None:
     """The executor of a network with initial values; None, with a printed note, if the batch does not fit."""
-    # The backbone is frozen because executors also reserve memory for training. If only the classifier trains, that is
-    # a tenth of the memory.
+    # The backbone is frozen because executors also reserve memory for training. If only the classifier trains, training
+    # needs a tenth of the memory.
     config = replace(config, batch_size=batch, freeze=BACKBONE)
     try:
         if precision == INT8:
@@ -192,7 +194,7 @@ def _build(precision: str, config: Config, placement: Placement, num_classes: in
         return None
 
 
-_untrained = cache(partial(untrained, image_size=CALIBRATION_SIZE))  # made once for all batch sizes
+_untrained = cache(partial(untrained, image_size=CALIBRATION_SIZE))  # the network is made once for all batch sizes
 
 
 def _left_out(precision: str, batch: int) -> str:
@@ -206,7 +208,7 @@ def images(config: Config, placement: Placement, batch: int) -> list[Any]:
     pool = np.zeros((min(POOL, NUM_BATCHES * batch), size, size, channels), dtype)
     pool[..., :3] = rng.standard_normal((*pool.shape[:3], 3), np.float32)
     context = mx.gpu(0) if placement.device.startswith("gpu") else mx.cpu()
-    # A large batch contains every image of the pool, and is so large that two alternating batches are enough.
+    # A batch that is larger than the pool contains every image of the pool, so two alternating batches are enough.
     starts = range(NUM_BATCHES if batch <= POOL else 2)
     return [mx.nd.array(pool[(start * batch + np.arange(batch)) % len(pool)], context, dtype) for start in starts]
 
@@ -277,7 +279,9 @@ def _about(config: Config, num_classes: int, placement: Placement) -> dict[str, 
 
 
 def _write(folder: Path, points: Sequence[Point], about: Mapping[str, Any], complete: bool) -> None:
-    """Write inference.json with these points; `complete`: these are all. Raises UserError if it cannot be written."""
+    """Write inference.json with these points; `complete`: `points` are all points. Raises UserError if the file cannot
+    be written.
+    """
     content = {**about, "scenarios": {name: asdict(scenario) for name, scenario in scenarios(points).items()},
                "points": [point.to_dict() for point in points], "complete": complete,
                "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
@@ -285,7 +289,7 @@ def _write(folder: Path, points: Sequence[Point], about: Mapping[str, Any], comp
 
 
 def _print(points: Sequence[Point], title: str) -> None:
-    """Print the table, and MLPerf's scenarios below it."""
+    """Print the table of points, and below it the results for MLPerf's scenarios."""
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     power = any(math.isfinite(point.watts) for point in points)
     for column in ("precision", "batch", "images/sec", "p50 ms", "p90", "p99", "GiB", *["J/image", "W"] * power):

@@ -1,4 +1,4 @@
-"""The command compare: runs side by side, on the terminal and as a file."""
+"""The command compare: compares runs, on the terminal and in a file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def main(values: Mapping[str, Any]) -> None:
 
 
 def _form(own: CompareRunsOptions) -> str:
-    """The format of the file or of the printed comparison. Raises TrainError if it is not known."""
+    """The format of the file or of the printed comparison. Raises TrainError for an unknown format."""
     if own.format != "auto":
         if own.output and own.format == TEXT:
             raise TrainError(f"--format text is for the terminal: give markdown, html or json for {own.output}")
@@ -60,7 +60,7 @@ def content(comparison: Comparison, form: str, plots: str | None = None) -> str:
 
 
 def save(comparison: Comparison, path: Path, form: str) -> None:
-    """Write the comparison to a file, with its plots beside it if it is Markdown. Raises UserError."""
+    """Write the comparison to a file. A Markdown file gets its plots as files beside it. Raises UserError."""
     plots = f"{path.stem}_"
     if form == MARKDOWN:
         for name, draw in comparison.figures.items():

@@ -1,7 +1,7 @@
 """The command compare-precision: train one preset in each precision, and compare time, memory, speed and accuracy.
 
 Each network and precision is a run of `python -m train` in its own process and folder, with otherwise equal options. If
-the command is repeated, complete runs are skipped and an interrupted one is resumed. The table is written after each
+the command is repeated, complete runs are skipped, and an interrupted run is resumed. The table is written after each
 run, with the rows so far.
 """
 
@@ -53,9 +53,10 @@ class Row:
     largest_batch: int | None  # largest training batch that fits into the GPU's memory; None on the CPU
     images_per_sec: float
     seconds: float  # duration of the whole run, with validation and checkpoints
-    train_loss: float | None  # of the last epoch, nats per image
-    evaluated: str | None  # images of the next two fields: "validation" or "training images"; None without them
-    top1: float | None  # of the last epoch, fraction of images
+    train_loss: float | None  # training loss of the last epoch, nats per image
+    # images on which the next two fields were measured: "validation" or "training images"; None: not measured
+    evaluated: str | None
+    top1: float | None  # top-1 of the last epoch, fraction of images
     top5: float | None
     num_classes: int | None
 
@@ -98,28 +99,32 @@ def main(values: Mapping[str, Any]) -> None:
 def run_arguments(config: Config) -> list[str]:
     """The arguments of `python -m train` that begin or resume a run with this configuration."""
     preset = load_preset(config.config)
-    preset = replace(preset, warmup_epochs=default_warmup(preset, config.epochs))  # as in the run itself
-    # Always gives --epochs. Without it, the demonstration preset would choose its length by the machine's speed.
+    # the run shortens the warm-up in the same way
+    preset = replace(preset, warmup_epochs=default_warmup(preset, config.epochs))
+    # --epochs is always given. Without --epochs, the demonstration preset would choose its length by the machine's
+    # speed.
     own = to_arguments(config, preset)
     return ["--config", config.config, *own, "--epochs", str(config.epochs), "--resume", "auto"]
 
 
 def run_training(config: Config, folder: Path) -> RunRecord:
-    """Begin or resume a run, or do nothing if it is complete; return its record. Raises TrainError if it fails, and
-    StoppedBySignal."""
+    """Begin or resume a run, or do nothing if the run is complete. Returns the run's record. Raises TrainError if the
+    run fails, and StoppedBySignal.
+    """
     check_same(config, folder, "comparison")
     if is_complete(config, folder):
         print("already complete, skipped", flush=True)
         return RunRecord.read_jsonl(folder / METRICS_FILE)
     command = own_process(TRAIN, *run_arguments(config))
-    # On a signal the child saves a checkpoint, and this process waits for that. Ctrl-C reaches both processes, so the
-    # child gets the signal twice at once, which it counts as once. If this process is killed, the child must stop too.
+    # On a signal the child saves a checkpoint, and this process waits for the child. Ctrl-C reaches both processes, and
+    # this process forwards it, so the child gets the signal twice at once. The child counts both as one signal. If this
+    # process is killed, the child must stop too.
     with subprocess.Popen(command, preexec_fn=stop_with_us) as child, handled(
         dict.fromkeys(ending(), lambda number, frame: child.send_signal(number))
     ):
         code = child.wait()
     for number in STOPPING:
-        if code in (128 + number, -number):  # the latter before the training loop has started
+        if code in (128 + number, -number):  # -number: the signal came before the training loop had started
             raise StoppedBySignal(number, "stopped: repeat the command to resume")
     if code:
         raise error_of(code)(f"the run in {folder} ended with exit code {code}, see its message above; repeat the "
@@ -154,8 +159,9 @@ def _tell_top5(rows: Sequence[Row]) -> bool:
 
 
 def _cells(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
-    """The table's cells. The speed-up is relative to fp32 with the same network, or to the first run if there is
-    none."""
+    """The table's cells. The speed-up is relative to fp32 with the same network, or to the first run if no fp32 run
+    exists.
+    """
     base: dict[str, float] = {}
     for row in sorted(rows, key=lambda row: row.precision != "float32"):
         base.setdefault(row.model, row.images_per_sec)

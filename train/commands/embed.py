@@ -30,7 +30,7 @@ from train.recording.log_file import writing
 
 
 def main(values: Mapping[str, Any]) -> None:
-    """Compute the features and write them. Raises UserError and StoppedBySignal."""
+    """Compute the features of all images, and write the file. Raises UserError and StoppedBySignal."""
     options = EmbedOptions(**values)
     if not options.checkpoint:
         raise TrainError("embed needs trained weights: give --checkpoint with a run folder, a checkpoint or a file of "
@@ -56,7 +56,9 @@ def list_beside(output: Path) -> Path:
 
 
 def _check_places(output: Path, images: Sequence[Path], overwrite: bool) -> None:
-    """Raise UserError if the two files cannot be written, exist already, or would replace a list of `images`."""
+    """Raise UserError if one of the two files cannot be written, exists already (unless `overwrite`), or would replace
+    a list that names `images`.
+    """
     if output.suffix != ".npy":
         raise TrainError(f"--output {output} must end in .npy: give the NumPy file to write" if output.name else
                          "embed writes a NumPy file: give --output features.npy")
@@ -87,18 +89,19 @@ def write_features(network: Predictor, images: Sequence[str], output: Path, on_b
             raise TrainError(f"no image of {len(images):,} can be read, for example {images[first]}: {reason}; replace "
                              "them")
         end(len(written))
-        # The list comes first, so that there are no features without one.
+        # The list is written first, so that a file of features always has a list.
         files.write(list_beside(output), os.fsencode("".join(f"{images[place]}\n" for place in written)))
     return len(written), unread
 
 
 @contextmanager
 def _npy_file(path: Path, most_rows: int, columns: int) -> Iterator[tuple[BinaryIO, Any]]:
-    """A context that creates a .npy file. Yields a function that appends rows of float32, and one that completes the
-    file with their number. The file gets its name when the block succeeds."""
+    """A context that creates a .npy file. Yields a function that appends rows of float32, and a function that completes
+    the file with the number of rows. The file gets its final name when the block succeeds.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
 
-    # NumPy leaves room for any number of rows, so all headers have the same length
+    # NumPy leaves room for any number of rows, so the header's length does not depend on the number
     def write_header(rows: int) -> None:
         file.seek(0)
         np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (rows, columns)})

@@ -34,15 +34,15 @@ from train.options.commands import ExportOptions
 from train.weights import int8_file, onnx_file, publish, record
 from train.weights.int8_file import Int8Network
 
-# Tolerance between the probabilities of ONNX Runtime and of our executor. Both compute in fp32, but in another order;
-# 1e-4 is far above the effect of that (about 1e-6) and far below the effect of a wrong weight.
+# Tolerance between the probabilities of ONNX Runtime and of our executor. Both compute in fp32, but add in different
+# orders. 1e-4 is far above the effect of the order (about 1e-6) and far below the effect of a wrong weight.
 TOLERANCE = 1e-4
 
-# Tolerance, in levels, between an integer of ONNX Runtime and our float result for the same layer, computed from ONNX
-# Runtime's integers before that layer. Rounding causes up to half a level. The order of sums added 6e-6 in narrow
-# networks, and would add about 0.005 in the largest sums of ResNets (4,608 products whose magnitudes add up to 1,000
-# levels: sqrt(4608) * 2^-24 * 1000). Whole networks are not compared: an integer near a rounding boundary may change
-# others without bound.
+# Tolerance, in levels, between an integer of ONNX Runtime and our float result for one layer, computed from the
+# integers that ONNX Runtime has at the layer's input. Rounding causes up to half a level. The order of sums added 6e-6
+# in narrow networks, and would add about 0.005 in the largest sums of ResNets (4,608 products whose magnitudes add up
+# to 1,000 levels: sqrt(4608) * 2^-24 * 1000). Whole networks are not compared: one integer near a rounding boundary may
+# change later integers by any amount.
 INT8_TOLERANCE = 0.5 + 0.1
 
 PROBABILITIES, FEATURES = "probabilities", "features"  # names of outputs
@@ -112,8 +112,9 @@ def main(values: Mapping[str, Any]) -> None:
 
 
 def export_torchvision(trained: Checkpoint, file: Path, overwrite: bool) -> None:
-    """Write a state_dict for torchvision or timm, and beside it the record of how images are prepared. `overwrite`: may
-    replace another record. Raises UserError."""
+    """Write a state_dict for torchvision or timm, and beside it a file that records how images are prepared.
+    `overwrite`: an existing record may be replaced. Raises UserError.
+    """
     tensors = publish.state_dict(trained)
     content, written = publish.content(tensors, file), record.to_json(trained.config, trained.classes)
     about = file.with_suffix(".json")
@@ -121,7 +122,7 @@ def export_torchvision(trained: Checkpoint, file: Path, overwrite: bool) -> None
         place = f"{about}, where --torchvision {file} writes how images are prepared,"
         if not record.is_one(about):
             raise TrainError(f"{place} already holds something else: move it, or give another name")
-        # it may be the other file of the same network
+        # the record may belong to another file of the same network
         if not overwrite and about.read_bytes() != written:
             raise TrainError(f"{place} belongs to other weights: give --overwrite to replace it, or another name")
     files.write(about, written)
@@ -152,7 +153,7 @@ def network(trained: Checkpoint | None, options: ExportOptions) -> tuple[Graph, 
 
 
 def channels_first(graph: Graph) -> Graph:
-    """The graph in NCHW throughout, including its input `data`: (N, C, H, W) instead of (N, H, W, C)."""
+    """Convert a graph to NCHW throughout. Its input `data` becomes (N, C, H, W) instead of (N, H, W, C)."""
     return passes.layout(graph, "NCHW", inputs=["data"])
 
 
@@ -180,8 +181,8 @@ def export_onnx(trained: Checkpoint, int8: Int8Network | None = None, unsigned: 
     Returns:
         The file's content, and the largest absolute difference between ONNX Runtime's probabilities and ours.
 
-    Raises:
-        TrainError: onnx or onnxruntime is not installed, or the two differ by more than TOLERANCE or INT8_TOLERANCE.
+    Raises: TrainError: onnx or onnxruntime is not installed, or the results differ by more than TOLERANCE or
+        INT8_TOLERANCE.
     """
     _check_packages()
     graph = with_loss(trained.config, models.create(trained.config.model, trained.num_classes).graph)
@@ -200,7 +201,8 @@ def export_onnx(trained: Checkpoint, int8: Int8Network | None = None, unsigned: 
     for batch_size in (1, 3):
         images_nhwc = rng.standard_normal((batch_size, size, size, 3), dtype=np.float32)
         if int8 and qdq:
-            scale = int8.scales["data"]  # exactly representable values: neither form rounds or clips them
+            # these values are exactly representable in INT8, so neither network rounds or clips them
+            scale = int8.scales["data"]
             images = dequantised(quantised(images_nhwc, scale), scale).transpose(0, 3, 1, 2)
             ours, theirs, level = _by_integers(model, folded, arrays, qdq, images, settings)
             levels = max(levels, level)
@@ -218,8 +220,9 @@ def export_onnx(trained: Checkpoint, int8: Int8Network | None = None, unsigned: 
 
 @phase(ONNX)
 def export_features(trained: Checkpoint) -> tuple[bytes, float]:
-    """Make and check the ONNX file of a trained network without its classifier. Returns and raises as `export_onnx`,
-    with differences relative to the largest feature."""
+    """Make and check the ONNX file of a trained network without its classifier. Return value and exceptions are those
+    of `export_onnx`, but the difference is relative to the largest feature.
+    """
     _check_packages()
     size = trained.config.inference_image_size
     folded, arrays = _for_onnx(features_graph(models.create(trained.config.model, trained.num_classes)), trained)
@@ -231,7 +234,8 @@ def export_features(trained: Checkpoint) -> tuple[bytes, float]:
     wanted = ours.request()()
     (found,) = _session(content, _settings()).run(
         None, {"data": np.ascontiguousarray(images_nhwc.transpose(0, 3, 1, 2))})
-    largest = max(float(np.abs(wanted).max()), float(np.finfo(np.float32).tiny))  # a dead network has only zeros
+    # avoids a division by 0 if all features are 0
+    largest = max(float(np.abs(wanted).max()), float(np.finfo(np.float32).tiny))
     difference = float(np.abs(wanted - found).max()) / largest
     _check_difference(FEATURES, difference, TOLERANCE)
     return content, difference
@@ -264,10 +268,10 @@ def _check_packages() -> None:
 
 
 def _for_onnx(graph: Graph, trained: Checkpoint) -> tuple[Graph, Arrays]:
-    """The graph with folded BatchNorms in NCHW, and the arrays that it may read."""
+    """The graph in NCHW with folded BatchNorms, and the arrays that the graph may read."""
     folded = channels_first(passes.unfuse(calibration.folded(graph)))
     params = passes.fold_bn_params(pipeline.run(pipeline.FUSED, graph), trained.params, trained.aux)
-    # aux: statistics of BatchNorms without a convolution before them
+    # aux holds the statistics of BatchNorms that do not follow a convolution
     return folded, {**in_layout(folded, params), **trained.aux}
 
 
@@ -281,11 +285,11 @@ def _described(model: Any, metadata: Mapping[str, str]) -> bytes:
 
 
 def _settings() -> Any:
-    """The onnxruntime.SessionOptions to check with."""
+    """The onnxruntime.SessionOptions for the check."""
     import onnxruntime
 
     settings = onnxruntime.SessionOptions()
-    # Without this, a CPU without VNNI sums pairs of INT8 products in 16 bits and saturates.
+    # Without this setting, a CPU without VNNI adds pairs of INT8 products in 16 bits, which saturates.
     settings.add_session_config_entry("session.x64quantprecision", "1")
     return settings
 
@@ -318,7 +322,7 @@ def _dequantised(qdq: onnx_writer.Qdq) -> Arrays:
 
 def _by_integers(model: Any, graph: Graph, arrays: Arrays, qdq: onnx_writer.Qdq, images: np.ndarray,
                  settings: Any) -> tuple[np.ndarray, np.ndarray, float]:
-    """Compute each operator in floats from ONNX Runtime's integers at its inputs, wherever these are integers.
+    """Compute each operator in floats. Inputs of the operator that are integers in ONNX Runtime are taken from there.
 
     Args:
         model: onnx.ModelProto in the QDQ form of the float `graph`, with the names of its nodes.
@@ -326,9 +330,8 @@ def _by_integers(model: Any, graph: Graph, arrays: Arrays, qdq: onnx_writer.Qdq,
         images: (N, 3, H, W).
         settings: onnxruntime.SessionOptions.
 
-    Returns:
-        Our probabilities, ONNX Runtime's, and the largest difference, in levels, between its integers and our results
-        before rounding.
+    Returns: Our probabilities, ONNX Runtime's, and the largest difference, in levels, between ONNX Runtime's integers
+        and our results before rounding.
     """
     import onnx
     import onnxruntime
@@ -347,7 +350,8 @@ def _by_integers(model: Any, graph: Graph, arrays: Arrays, qdq: onnx_writer.Qdq,
     found = dict(zip(rounding, integers, strict=True))
 
     values: Arrays = {**arrays, **_dequantised(qdq), "data": images}
-    values |= {name: np.zeros(len(images), np.float32) for name in graph.variables if name not in values}  # the labels
+    # the only missing variables are labels
+    values |= {name: np.zeros(len(images), np.float32) for name in graph.variables if name not in values}
     levels = 0.0
     for node in graph:
         if not node.is_variable:

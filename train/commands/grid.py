@@ -35,7 +35,7 @@ NOT_IN_GRID = {*(field.name for field in dataclasses.fields(Sweep)), "output"}  
 class Point(NamedTuple):
     """One run of a sweep."""
 
-    name: str  # name of its folder
+    name: str  # name of the run's folder
     folder: Path
     config: Config
     arguments: list[str]  # arguments of `python -m train` that begin or resume the run
@@ -71,7 +71,7 @@ def plan(own: Sweep, values: Mapping[str, Any]) -> list[Point]:
 
 
 def check_data(points: Sequence[Point]) -> None:
-    """Raise TrainError, with the training's name, for images that are not there."""
+    """Raise TrainError, with the training's name, if its images do not exist."""
     is_told: set[str] = {SAMPLES, SYNTHETIC}
     for point in points:
         if point.config.data not in is_told:
@@ -91,7 +91,7 @@ def _named(names: Sequence[str], chosen: Mapping[str, Any]) -> str:
 
 
 def _folder_name(names: Sequence[str], chosen: Mapping[str, Any]) -> str:
-    """A folder name that contains the varied values; a digest of them if they do not fit into a name."""
+    """A folder name that contains the varied values; a digest of the values if they do not fit into a name."""
     full = _named(names, chosen).replace(" ", "+")
     name = re.sub(r"[^\w.,=+-]+", "-", full)
     if name == full and len(name) <= LONGEST_NAME:
@@ -100,7 +100,7 @@ def _folder_name(names: Sequence[str], chosen: Mapping[str, Any]) -> str:
 
 
 def _arguments(chosen: Mapping[str, Any], config: Config, folder: Path) -> list[str]:
-    # Always gives --epochs. Without it, the demonstration would choose its length by the machine's speed.
+    # --epochs is always given. Without --epochs, the demonstration would choose its length by the machine's speed.
     settings = {**chosen, "epochs": config.epochs, "output": str(folder), "resume": "auto"}
     return [word for name, value in settings.items() for word in as_arguments(name, value, is_repeatable(Config, name))]
 
@@ -110,7 +110,7 @@ def _read_grid(path: Path, given: Mapping[str, Any]) -> dict[str, list[Any]]:
     value, or an option is also `given` on the command line."""
     axes: dict[str, list[Any]] = {}
     content = _content(path)
-    # Names that only a plug-in of the grid knows are checked when it is loaded.
+    # Names that only a plug-in of the grid defines are checked when the plug-in is loaded.
     unchecked = as_arguments("plugin", ("of the grid",), True) if "plugin" in content else []
     for key, column in content.items():
         name = key.replace("-", "_")
@@ -147,7 +147,9 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 def _values(path: Path, key: str, name: str, column: Any, others: Sequence[str]) -> list[Any]:
-    """The values of an option in a grid, as the command line would give them beside `others`, each once."""
+    """The values of an option in a grid, without duplicates, checked like a command line that also has the words
+    `others`.
+    """
     known = {field.name: field.default for field in dataclasses.fields(SweepOptions)}
     if name not in known or name in NOT_IN_GRID:
         choices = [option.replace("_", "-") for option in known if option not in NOT_IN_GRID]

@@ -40,7 +40,7 @@ GENERATED_WORDS, GENERATED_DIFFERENT = 200_000, 200
 
 
 def main(values: Mapping[str, Any]) -> None:
-    """Train and report. Raises UserError and StoppedBySignal."""
+    """Train the model and write the report. Raises UserError and StoppedBySignal."""
     workers = Workers()
     with workers.agreement():
         config, folder, start = begin(values)
@@ -90,7 +90,7 @@ def _check_memory(model: LanguageModel) -> None:
 
 
 def _text(options: LanguageModelOptions, quiet: bool) -> tuple[list[str], float | None]:
-    """The words, and the best possible perplexity if it is known. Raises DataError."""
+    """The words of the text, and the best possible perplexity if it is known. Raises DataError."""
     if options.text != GENERATED:
         return read_words(Path(options.text)), None
     words, best_possible = generated_words(GENERATED_WORDS, GENERATED_DIFFERENT, options.seed)
@@ -107,7 +107,7 @@ def _precision(config: Config, placement: Placement) -> str:
 
 
 def _note(facts: Facts, num_words: int, trainer: Trainer, recorder: Recorder) -> None:
-    """Report network and text before the first step."""
+    """Report the properties of network and text before the first step."""
     recorder.say(f"{num_words:,} words, {facts.vocabulary:,} in the vocabulary; {facts.training_words:,} are learned "
                  f"in an epoch, {facts.validation_words:,} are for validation")
     if facts.unknown_share:

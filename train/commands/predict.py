@@ -33,7 +33,7 @@ from train.processes.distributed import Workers
 
 
 def main(values: Mapping[str, Any]) -> None:
-    """Predict and print. Raises UserError."""
+    """Predict the classes of images and print them. Raises UserError."""
     options, workers = PredictOptions(**values), Workers()
     if not options.checkpoint:
         raise TrainError("prediction needs trained weights: give --checkpoint with a run folder, a checkpoint or a "
@@ -106,8 +106,8 @@ _PAPER, _INK, _FAINT, _BAR = "#ffffff", "#1f2328", "#6e7781", "#d6e6f7"
 
 
 def contact_sheet(predictions: Sequence[Prediction], columns: int = 6) -> bytes:
-    """A PNG with every picture, its file name and its three most likely classes, each over a bar whose length is its
-    probability.
+    """A PNG with every picture, its file name and its three most likely classes, each class over a bar whose length
+    shows the probability.
 
     Raises TrainError if there is no prediction to show.
     """
@@ -125,7 +125,8 @@ def contact_sheet(predictions: Sequence[Prediction], columns: int = 6) -> bytes:
         assert prediction.picture is not None
         sheet.paste(Image.fromarray(prediction.picture).resize((_CELL, _CELL), Image.Resampling.BICUBIC), (x, y))
         y += _CELL + 6
-        name = printable(str(Path(*prediction.file.parts[-2:])))  # with the folder, which is often the true class
+        # the folder is shown too, because it is often the true class
+        name = printable(str(Path(*prediction.file.parts[-2:])))
         draw.text((x, y), fitting(name, regular, _CELL), _FAINT, regular)
         for rank, guess in enumerate(prediction.guesses[:_GUESSES]):
             y += _LINE

@@ -1,7 +1,7 @@
 """Predictions of any number of images, written to a file batch by batch; several processes share the images.
 
-Decoding (DALI), the network, and writing the most likely classes overlap: each works on a different batch. No batch is
-kept once it is written.
+Decoding (DALI), the network, and writing the most likely classes overlap: each works on a different batch. A batch is
+freed as soon as its predictions are written.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ from train.processes.signals import ending_with
 from train.ranking import most_likely
 from train.weights.int8_file import Int8Network
 
-WAITING_WRITES = 4  # batches
+WAITING_WRITES = 4  # batches whose predictions may wait to be written
 LOG_SECONDS = 30.0  # seconds between two lines of progress if no terminal shows a bar
-NAMED = 5  # damaged images
+NAMED = 5  # damaged images named on stderr
 
-# The keys of the JSON file beside it that must be equal to resume a file, and their names in messages.
+# Keys of the JSON file beside the predictions whose values must be equal to resume a file, with their names in
+# messages.
 SAME = {"numbers": "kind of numbers", "weights": "network, by the SHA-256 of its weights", "top": "--top",
         "image_size": "image size", "part": "share of the images"}
 
@@ -60,7 +61,7 @@ class Job(NamedTuple):
     placement: Placement
     top: int
     workers: Workers
-    int8: Int8Network | None  # replaces the network in floats
+    int8: Int8Network | None  # if given, used in place of the float network
 
 
 class Totals(NamedTuple):
@@ -101,7 +102,7 @@ def predict_to_file(options: PredictOptions, values: Mapping[str, Any], workers:
                 whole, before = open_file(path, "all", images)
                 if before.records:
                     print(f"{path} has {before.records:,} of {len(images):,} images", flush=True)
-        # one list, even while a folder is filled
+        # all processes use the list of process 0, because the contents of a folder may change
         images, first, has_true = workers.gather((images, before.records, has_true))[0]
         parts: list[Path] = []
         with workers.agreement():
@@ -149,7 +150,7 @@ def _job(options: PredictOptions, values: Mapping[str, Any], workers: Workers) -
 
 
 def _about(job: Job) -> dict[str, Any]:
-    """The content of the JSON file beside the predictions: what produced them."""
+    """The content of the JSON file beside the predictions: the settings that produced the predictions."""
     digest = hashlib.sha256(repr(job.trained.class_names).encode(errors="surrogateescape"))
     values = job.int8.params if job.int8 else job.trained.params | job.trained.aux
     for name, array in sorted(values.items()):
@@ -164,7 +165,9 @@ def _about(job: Job) -> dict[str, Any]:
 
 
 def _predict(job: Job, images: Sequence[str], file: PredictionFile, folders: FolderClasses) -> Totals:
-    """Predict these images, in their order, and append them to the file. Raises UserError."""
+    """Predict the classes of these images, and append the predictions to the file in the order of the images. Raises
+    UserError.
+    """
     if not images:
         return Totals()
     pulse.show(Activity.VALIDATING)  # the first batch waits for the network to be built or compiled
@@ -178,7 +181,7 @@ def _predict(job: Job, images: Sequence[str], file: PredictionFile, folders: Fol
         with _progress(len(images), job.workers) as advance, ThreadPoolExecutor(1) as writer:
 
             def write(begin: int, indices: Sequence[int], probabilities: np.ndarray) -> int:
-                """Append a batch's records, and return their number. `indices`: its readable images."""
+                """Append a batch's records, and return their number. `indices`: the readable images of the batch."""
                 classes, best = most_likely(probabilities, job.top)
                 known = {i: file.form.prediction(images[i], ranked, values, folders.of(images[i])) for i, ranked, values
                          in zip(indices, classes.tolist(), best.tolist(), strict=True)}
@@ -192,7 +195,7 @@ def _predict(job: Job, images: Sequence[str], file: PredictionFile, folders: Fol
                 waiting.append(writer.submit(write, begin, indices, probabilities))
                 good += len(indices)
                 while len(waiting) > WAITING_WRITES:
-                    advance(waiting.popleft().result())  # raises the writer's exception
+                    advance(waiting.popleft().result())  # `result()` raises the exception of a failed write
             while waiting:
                 advance(waiting.popleft().result())
         name_damaged(loader.damaged_images)
@@ -202,7 +205,8 @@ def _predict(job: Job, images: Sequence[str], file: PredictionFile, folders: Fol
 def _requests(executor: Executor, loader: Loader,
               num_images: int) -> Iterator[tuple[int, Sequence[int], Callable[[], np.ndarray]]]:
     """For each batch: the number of its first image, its readable images, and a function that fetches their
-    probabilities. A batch is yielded once the device computes the next one."""
+    probabilities. A batch is yielded only after the device has begun the next batch.
+    """
     begin, size = 0, loader.config.batch_size
     requested: list[tuple[int, Sequence[int], Callable[[], np.ndarray]]] = []
     try:
@@ -214,7 +218,7 @@ def _requests(executor: Executor, loader: Loader,
                 yield requested.pop(0)
             pulse.show(Activity.LOADING)
     except DataError:
-        if len(loader.bad) < num_images:  # otherwise no image is readable, and the file says so
+        if len(loader.bad) < num_images:  # otherwise no image is readable, which every record of the file then states
             raise
     yield from requested
     for rest in range(begin, num_images, size):  # the remaining images are all unreadable

@@ -1,11 +1,11 @@
-"""The file of many predictions, one record per image, as CSV or JSON lines. It grows batch by batch, and a later run
-resumes it.
+"""The file of many predictions, one record per image, as CSV or JSON lines. The file grows batch by batch, and a later
+run can resume it.
 
 The CSV columns are `file`; `true`, the true class, if folders determine it; then `class`, `index` and `probability` of
 the most likely class; `class_2`, `index_2` and `probability_2` of the second, and so on; in a file of `validate` the
 `loss`; and `error`. A JSON line has the form that `predict --json` prints, with the same further fields. The record of
-an image that cannot be read has no classes, and the reason in `error`. A JSON file beside it says how the predictions
-were made, so that a later run can check whether it may resume.
+an image that cannot be read has no classes, and the reason in `error`. A JSON file beside the predictions records how
+they were made, so that a later run can check whether it may resume the file.
 """
 
 from __future__ import annotations
@@ -25,35 +25,36 @@ from common import files
 from train.errors import TrainError
 from train.recording.log_file import writing
 
-ABOUT = ".about.json"  # suffix of the JSON file beside it
+ABOUT = ".about.json"  # suffix of the JSON file beside the predictions
 ENCODING, ERRORS = "utf-8", "surrogateescape"  # file names are bytes, which are written unchanged
 
 
 class Found(NamedTuple):
-    """The number of a file's records, and how many of their images cannot be read."""
+    """The number of a file's records, and the number of records whose image cannot be read."""
 
     records: int
     bad: int
 
 
 def _csv_field(text: str | None) -> str:
-    """The text as a CSV field (RFC 4180); None is an empty one."""
+    """The text as a CSV field (RFC 4180); None becomes an empty field."""
     text = text or ""
     return '"' + text.replace('"', '""') + '"' if set(text) & set(',"\r\n') else text
 
 
 class Form(ABC):
-    """How a record is written and read back. `names`: the classes, in the network's order; `top`: classes in a record;
-    `has_true`, `has_loss`: whether it has the true class, and the loss (such records are not read back).
+    """A file format: how a record is written and read. `names`: the classes, in the network's order; `top`: classes in
+    a record; `has_true`, `has_loss`: whether a record has the true class, and whether it has the loss (records with a
+    loss are never read).
     """
 
     header = b""
     quote: Callable[[str | None], str]
-    guess: str  # % (class, index); the probability follows
-    between: str  # two guesses
-    true, loss = "", ""  # % true class, % loss; empty if a record has none
-    image: str  # % (file, true class, guesses, loss)
-    bad_image: str  # % (file, true class, reason)
+    guess: str  # template, filled with (class, index); the probability follows
+    between: str  # separator of two guesses
+    true, loss = "", ""  # templates, filled with the true class and with the loss; empty if records have none
+    image: str  # template, filled with (file, true class, guesses, loss)
+    bad_image: str  # template, filled with (file, true class, reason)
 
     def __init__(self, names: Sequence[str], top: int, has_true: bool = False, has_loss: bool = False) -> None:
         self.top = top
@@ -62,7 +63,7 @@ class Form(ABC):
 
     def prediction(self, file: str, classes: Sequence[int], probabilities: Sequence[float], true: str | None = None,
                    loss: float = 0.0) -> str:
-        """The record of an image, the most likely class first. `true`: its true class; None: not known."""
+        """The record of an image, with the most likely class first. `true`: the image's true class; None: not known."""
         guesses = self.between.join(f"{self._beginnings[index]}{probability:.6g}"
                                     for index, probability in zip(classes, probabilities, strict=True))
         return self.image % (self.quote(file), self._true(true), guesses, self.loss % loss if self.loss else "")
@@ -75,8 +76,9 @@ class Form(ABC):
         return self.true % self.quote(name) if self.true else ""
 
     def records(self, lines: Iterable[str]) -> Iterator[tuple[str, bool]]:
-        """The image file of each record, and whether that image was unreadable. Reads no line beyond the record. Raises
-        any exception for an incomplete record, or one that this program did not write."""
+        """The image file of each record, and whether that image was unreadable. Reads no line beyond the current
+        record. May raise any exception if a record is incomplete, or not written by this program.
+        """
         taken: list[str] = []
 
         def taking() -> Iterator[str]:
@@ -93,8 +95,9 @@ class Form(ABC):
 
     @abstractmethod
     def parsed(self, lines: Iterable[str]) -> Iterator[tuple[str, str | None, list[int], list[float], str]]:
-        """For each record: its file, true class, classes, probabilities, and why the image cannot be read ("" if it
-        can)."""
+        """Yield for each record: file, true class, classes, probabilities, and the reason why the image cannot be read
+        ("" if it can be read).
+        """
 
 
 class Csv(Form):
@@ -139,15 +142,12 @@ def check_name(path: Path) -> None:
 
 
 class PredictionFile(AbstractContextManager["PredictionFile"]):
-    """Creates the file, or resumes the existing one. It is locked while open, so only one process writes to it.
+    """Creates the file, or resumes an existing file. The file is locked while it is open, so only one process writes to
+    it.
 
-    Args:
-        path: its suffix is one of `FORMS`.
-        names: the classes, in the network's order.
-        top: classes in a record.
-        about: how the predictions are made, as JSON values.
-        same: the keys of `about` that must be equal to resume a file, and their names in a message.
-        has_true: whether the records have the true class.
+    Args: path: its suffix is one of `FORMS`. names: the classes, in the network's order. top: classes in a record.
+        about: how the predictions are made, as JSON values. same: the keys of `about` whose values must be equal to
+        resume a file, and the names of these keys in a message. has_true: whether the records have the true class.
 
     Raises TrainError if the file is foreign, locked or cannot be written; the file is then unchanged.
     """
@@ -158,7 +158,7 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
         about, same = {**about, "columns": _COLUMNS[has_true]}, {**same, "columns": "set of columns"}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists() and not path.is_file():  # a folder, a pipe, a device
+            if path.exists() and not path.is_file():  # the path is a folder, a pipe or a device
                 raise TrainError(f"{path} is not a regular file, so it cannot be continued after an "
                                  "interruption: give another --output")
             self._file: BinaryIO = path.open("a+b", buffering=0)
@@ -167,7 +167,7 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
                              f"{files.way_out(error, 'give another --output')}") from None
         about_path = path.with_name(path.name + ABOUT)
         try:
-            if not files.lock(self._file):  # until it is closed, or the process ends
+            if not files.lock(self._file):  # the lock lasts until the file is closed or the process ends
                 raise TrainError(f"another process is writing {path}: wait for its end, or give another --output")
             if path.stat().st_size:
                 self._check(about_path, about, same)
@@ -181,7 +181,7 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
     def _check(self, path: Path, about: Mapping[str, Any], same: Mapping[str, str]) -> None:
         """Raise TrainError if the file cannot be resumed."""
         try:
-            # earlier versions wrote no true classes, and did not say so
+            # earlier versions wrote no true classes, and no key "columns"
             found = {"columns": _COLUMNS[False]} | json.loads(path.read_bytes())
             changed = [(words, found[name], about[name]) for name, words in same.items() if found[name] != about[name]]
         except FileNotFoundError:
@@ -198,8 +198,9 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
 
     def resume(self, images: Sequence[str]) -> Found:
         """Check that the file's records belong to the first images, and count them. Removes an incomplete record at the
-        end, which a killed process leaves. Raises TrainError if the file has other images, or is damaged before its
-        end."""
+        end, which a killed process may leave. Raises TrainError if the file has other images, or is damaged before its
+        end.
+        """
         header, end, found = self.form.header, 0, Found(0, 0)
         with self.path.open("rb") as reading:
             if (beginning := reading.read(len(header))) == header:
@@ -218,9 +219,9 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
 
         def changed_at(image: str) -> int:
             try:
-                # modification times of contents may be arbitrary after a copy or a move
+                # st_mtime may have any value after a copy or a move, so st_ctime is used
                 return os.stat(image).st_ctime_ns
-            except OSError:  # it was removed, but its prediction is still right
+            except OSError:  # the image was removed, but its prediction is still right
                 return 0
 
         return [image for image in images if changed_at(image) > begun]
@@ -239,7 +240,7 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
         except TrainError:
             raise
         except Exception:  # as in `refused_as`
-            # A name may contain line breaks, and may be cut after one of them.
+            # A file name may contain line breaks, and the file may end after one of them.
             name = _csv_field(images[done]).encode(ENCODING, ERRORS) if done < len(images) else b""
             length = reading.tell() - end
             reading.seek(end)
@@ -252,8 +253,9 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
         return Found(done, bad), end
 
     def write(self, records: Iterable[str]) -> None:
-        """Append records. Raises TrainError if that fails. Complete records remain; nothing more is written, because it
-        would come after a gap."""
+        """Append records. Raises TrainError if that fails. After a failure, complete records remain in the file, and
+        nothing more is written, because it would follow a gap.
+        """
         with _writing(self.path):
             try:
                 self._write("".join(records).encode(ENCODING, ERRORS))
@@ -268,9 +270,10 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
             view = view[self._file.write(view) :]
 
     def take_over(self, parts: Sequence[Path]) -> None:
-        """Append the records of the files `parts`, all or none, and remove `parts`. Raises TrainError.
+        """Append the records of all files `parts` and remove these files; after an error no record is appended. Raises
+        TrainError.
 
-        A new file replaces this one, so nothing more may be written here.
+        A new file replaces this file, so `write` must not be called afterwards.
         """
         parts = [part for part in parts if part.exists()]
         if not parts:
@@ -288,7 +291,7 @@ class PredictionFile(AbstractContextManager["PredictionFile"]):
 
     def close(self) -> None:
         if not self._file.closed:
-            with contextlib.suppress(OSError):  # for a file system without this operation
+            with contextlib.suppress(OSError):  # the file system may lack this operation
                 os.fsync(self._file.fileno())
             self._file.close()
 

@@ -1,4 +1,4 @@
-"""The profile of a training step: where its time goes, operator by operator."""
+"""The profile of a training step: the time of each operator."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from graph_passes.executors.cuda.executor import CudaExecutor
 
 
 def write_profile(path: Path, executor: Executor, step_ms: float) -> str:
-    """Measure each launch of forward and backward on the latest batch. Write the table and the planner's choices;
-    return the sums as text.
+    """Measure each launch of forward and backward on the latest batch. Write the table and the planner's choices to
+    `path`. Returns the sums as text.
 
-    Args:
-        executor: a cuda executor that has trained.
-        step_ms: the time of a whole step, which includes the optimizer, to compare with the sum; milliseconds.
+    Args: executor: a cuda executor that has trained. step_ms: the time of a whole step, which includes the optimizer,
+        in milliseconds, for comparison with the sum.
     """
     assert isinstance(executor, CudaExecutor)
     measured = executor.profile()

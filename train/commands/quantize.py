@@ -1,8 +1,9 @@
-"""The command quantize: convert a trained network to INT8, and show what that costs.
+"""The command quantize: convert a trained network to INT8, and show the loss of accuracy.
 
     python -m train quantize --checkpoint runs/my-run [--data PATH] [--calibration entropy] [--images 512]
 
-The ranges come from training images, prepared as for validation. Writes int8-<checkpoint>.npz beside the checkpoint.
+The ranges come from training images that are prepared as for validation. The command writes int8-<checkpoint>.npz
+beside the checkpoint.
 """
 
 from __future__ import annotations
@@ -43,27 +44,27 @@ from train.weights import int8_file
 from train.weights.int8_file import Int8Network, executor_of
 
 CPU = Placement("mxnet", "cpu(0)", "")
-MIN_IMAGES = 16  # with fewer images, single ones would determine the ranges
-# A batch has 2^20 pixels, and 64 images at most, because all tensors of a batch are in memory at once.
+MIN_IMAGES = 16  # with fewer images, single images would determine the ranges
+# A batch has at most 2^20 pixels and at most 64 images, because all tensors of a batch are in memory at once.
 _BATCH_PIXELS, _LARGEST_BATCH = 2**20, 64
 NOISE_IMAGES = 4  # images for calibrating an untrained network
-MUCH = 0.01  # a larger loss of top-1 than INT8 should have
+MUCH = 0.01  # a loss of top-1 above this is too large for INT8
 
 Tensors = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class LayerError:
-    """The effect of INT8 on a layer, as signal-to-noise ratios in dB: 20 dB more is a tenth of the noise."""
+    """The error of a layer in INT8, as signal-to-noise ratios in dB. With 20 dB more, the noise is a tenth."""
 
     name: str
     limit: float  # the output's largest representable absolute value; 0 for a float output
-    weight_db: float  # error of the weights, each by itself
+    weight_db: float  # error of the layer's weights alone
     output_db: float  # error of the output for images, including the noise of all earlier layers
 
 
 def main(values: Mapping[str, Any]) -> None:
-    """Quantise. Raises UserError and StoppedBySignal."""
+    """Quantise a trained network. Raises UserError and StoppedBySignal."""
     options = QuantizeOptions(**values)
     if not options.checkpoint:
         raise TrainError("quantize needs trained weights: give --checkpoint with a run folder, a checkpoint or a file "
@@ -122,7 +123,8 @@ def _quantize(options: QuantizeOptions, values: Mapping[str, Any]) -> None:
 
 
 def choose(config: LoaderConfig, count: int | None, seed: int) -> list[int]:
-    """`count` random training images, by the seed; None: the default number, or all if there are fewer.
+    """Choose `count` random training images, by the seed. `count` None: the default number, or all images if there are
+    fewer.
 
     Raises DataError, and TrainError if there are fewer than `count` or MIN_IMAGES.
     """
@@ -139,8 +141,9 @@ def choose(config: LoaderConfig, count: int | None, seed: int) -> list[int]:
 
 def quantised(trained: Checkpoint, config: Config, batches: Iterator[Batch], method: str,
               kept: Kept) -> tuple[Int8Network, list[LayerError]]:
-    """Quantise a trained network, calibrated on these batches; also return its errors on the first batch. Raises
-    UserError."""
+    """Quantise a trained network, calibrated on these batches. Returns the INT8 network, and the errors of its layers
+    on the first batch. Raises UserError.
+    """
     graph = models.create(trained.config.model, trained.num_classes).graph
     tensors_of = _Tensors(graph, trained, config)
     calibration, first, count = Calibration(tensors_of.names), None, 0
@@ -162,8 +165,9 @@ def quantised(trained: Checkpoint, config: Config, batches: Iterator[Batch], met
 
 
 def untrained(model: str, num_classes: int, image_size: int) -> tuple[Checkpoint, Int8Network]:
-    """A network with initial values and its INT8 version, calibrated on noise of this image size. For speed
-    measurements only, which do not depend on the values."""
+    """A network with initial values and its INT8 version, calibrated on noise of this image size. Only for measurements
+    of speed, which do not depend on the values.
+    """
     params, aux = models.create(model, num_classes).initial_values(seed=0, zero_init_residual=False)
     config = Config(model=model, image_size=image_size, batch_size=NOISE_IMAGES)
     trained = Checkpoint(params=params, aux=aux, state={}, config=config,
@@ -176,7 +180,9 @@ def untrained(model: str, num_classes: int, image_size: int) -> tuple[Checkpoint
 
 
 class _Tensors:
-    """The float values, for a batch of images, of all tensors that may become int8 and of the classifiers' outputs."""
+    """Computes, for a batch of images, the float values of all tensors that may become int8, and of the classifiers'
+    outputs.
+    """
 
     def __init__(self, graph: Graph, trained: Checkpoint, config: Config) -> None:
         fused = pipeline.run(pipeline.FUSED, graph)
@@ -195,7 +201,7 @@ class _Tensors:
 
 
 def _errors(network: Int8Network, graph: Graph, params: Mapping[str, np.ndarray], exact: Tensors) -> list[LayerError]:
-    """The error of each layer, from its tensors in floats for some images."""
+    """The error of each layer. `exact`: the float values of the layers' tensors for some images."""
     variables = {**network.params, "data": exact["data"], "softmax_label": np.zeros(len(exact["data"]))}
     found = reference.forward(graph, {Ref(name): variables[name] for name in graph.variables}, training=False)
     errors = []

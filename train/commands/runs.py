@@ -23,7 +23,7 @@ def main(values: Mapping[str, Any]) -> None:
     """List the runs. Raises TrainError for a folder that does not exist."""
     own = part_of(RunsOptions, values)
     first, *others = own.folder
-    if first == Path("list") and not first.is_dir():  # `runs list FOLDER`
+    if first == Path("list") and not first.is_dir():  # the user typed `runs list FOLDER`
         own = RunsOptions(tuple(others) or RunsOptions.folder, own.json)
     listed = Run.list_runs(own.folder, with_steps=False)
     if own.json:
@@ -45,7 +45,7 @@ def _cells(run: Run, now: float) -> tuple[str, ...]:
 
 
 def _state(run: Run) -> str:
-    """The state, with the option that ended the run or "killed", if it was one of them."""
+    """The state of a run. If an option ended the run, or a kill, the state names that."""
     told = {"max_steps": "--max-steps", "target_accuracy": "--target-accuracy", "patience": "--patience",
             "time_limit": "--time-limit", KILLED: "killed"}
     reason = told.get(run.reason, "")
@@ -63,7 +63,7 @@ def _best(run: Run) -> str:
 
 
 def _age(seconds: float) -> str:
-    """A time that has passed, in its largest unit."""
+    """A duration in words, in its largest unit."""
     for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{int(seconds // length)} {unit}"

@@ -1,4 +1,4 @@
-"""Shared by the commands that train or validate: the run's folder, its device, its recorder and its report."""
+"""Code shared by the commands that train or validate: the run's folder, device, recorder and report."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from train.report.page import write_report
 from train.report.plots import prepare as prepare_report
 from train.saver import best_outcomes
 
-LOADER_SECONDS = 2.0  # longest measurement of the loader alone
-LOADER_SHARE = 0.05  # of the training's time: a short run shall not wait for that measurement
+LOADER_SECONDS = 2.0  # longest measurement of the loader running alone
+LOADER_SHARE = 0.05  # share of the training's time: a short run must not wait long for that measurement
 AUTO = "auto"  # value of --resume: resume the run in --output, or begin it
 
 
 def name_preset(config: Config, values: Mapping[str, Any], workers: Workers) -> None:
-    """Report the preset, if the user chose none."""
+    """Report the default preset, if the user chose no preset."""
     if workers.rank == 0 and "config" not in values:
         most = "up to " * demonstration.is_one(config, values)
         recipe = f"{most}{config.epochs} epoch{'s' * (config.epochs > 1)} at {config.image_size} pixels"
@@ -71,13 +71,15 @@ def checkpoint_to_resume(values: Mapping[str, Any]) -> Path | None:
 
 
 def steps_allowed(start: Checkpoint) -> int:
-    """The default --max-steps of a resumed run: its own value, unless it has been reached."""
+    """The default --max-steps of a resumed run: the run's own value, unless that number of steps has been reached."""
     return 0 if start.is_at_limit else start.config.max_steps
 
 
 def run_folder_of(config: Config, resumed_file: Path | None = None) -> Path:
-    """The run's folder. Without --output it is a new one, which `run_folder.give_back` removes if it stays empty;
-    otherwise it is not created yet. Raises UserError if it holds another run or cannot be written."""
+    """The run's folder. Without --output a new folder is created, which `run_folder.give_back` removes if it stays
+    empty. With --output the folder is not created yet. Raises UserError if the folder holds another run or cannot be
+    written.
+    """
     folder = Path(config.output or f"runs/{config.config}-{datetime.now():%Y%m%d-%H%M%S}")
     goes_on_there = config.resume == AUTO or (resumed_file is not None and folder in resumed_file.parents)
     if config.output and (folder / CONFIG_FILE).exists() and not goes_on_there:
@@ -91,8 +93,9 @@ def run_folder_of(config: Config, resumed_file: Path | None = None) -> Path:
 
 
 def of_network(config: Config, values: Mapping[str, Any], trained: Checkpoint) -> Config:
-    """The configuration with a trained network's number of classes, and its kind of labels if the data offers several.
-    Raises TrainError if other ones were given."""
+    """The configuration with a trained network's number of classes. If the data has several kinds of labels, the
+    network's kind is set, too. Raises TrainError if the user gave other values.
+    """
     wanted, has = values.get("num_classes"), trained.num_classes
     if wanted and wanted != has:
         raise TrainError(f"--num-classes {wanted} contradicts the network, which has {has} classes: leave it out, "
@@ -121,8 +124,9 @@ def prepare(config: Config, workers: Workers) -> devices.Placement:
 
 
 def name_images(loader: Loader, workers: Workers) -> list[tuple[str, str]]:
-    """Print on stderr which data is left out, which images any process has skipped, and which damaged ones it has used.
-    Returns the skipped images with their reasons. A collective operation."""
+    """Print on stderr the data that is left out, the images that any process has skipped, and the damaged images that
+    were used. Returns the skipped images with their reasons. A collective operation.
+    """
     found = workers.gather((loader.bad_images, loader.damaged_images))
     # Two processes may report one image: a process whose part of a batch is all unreadable takes a good image from the
     # others' parts.
@@ -137,12 +141,14 @@ def name_images(loader: Loader, workers: Workers) -> list[tuple[str, str]]:
 
 
 def shown_skipped(number: int) -> str:
-    """The number of skipped images, as a suffix to a number of images."""
+    """The number of skipped images, as text to append to a number of images."""
     return f" ({number:,} skipped)" if number else ""
 
 
 def open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int = 10) -> Recorder:
-    """Create the run's folder with the recorder and config.json in it. Raises TrainError if that fails."""
+    """Create the run's folder with the recorder and config.json in it. Raises TrainError if one of these cannot be
+    created.
+    """
     config, workers, progress = trainer.state.stated, trainer.workers, trainer.state.progress
     is_apart = is_elastic() and progress.step > 0 and not (trainer.run_folder / METRICS_FILE).exists()
     recorder = Recorder(
@@ -162,7 +168,7 @@ def open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int = 
         tensorboard=config.tensorboard,
         mlperf=config.mlperf,
     )
-    if workers.rank == 0:  # after the recorder has locked the folder
+    if workers.rank == 0:  # written after the recorder has locked the folder
         _write_config(trainer)
     if is_apart:
         recorder.say(f"{trainer.run_folder} has no record of this run on this machine: its report begins anew after "
@@ -192,11 +198,11 @@ def train(trainer: Trainer, note: Callable[[Trainer, Recorder], None]) -> None:
             if recorder.enabled:
                 trainer.during_last_save = prepare_report
             trainer.run(recorder)
-            if trainer.config.data != SYNTHETIC:  # generated once, so there is nothing to measure
+            if trainer.config.data != SYNTHETIC:  # synthetic batches are generated once, so there is nothing to measure
                 seconds = LOADER_SHARE * (time.monotonic() - trainer.started_at)
                 with recorder.phase("loader alone"):
                     recorder.loader_speed(measure_loader(trainer.train_loader, trainer.workers, seconds))
-                trainer.saver.save_completely(recorder)  # again, in case it was removed meanwhile
+                trainer.saver.save_completely(recorder)  # saved again, in case the checkpoint was removed meanwhile
     except StoppedBySignal:
         report(recorder, trainer.run_folder)
         raise
@@ -206,7 +212,7 @@ def train(trainer: Trainer, note: Callable[[Trainer, Recorder], None]) -> None:
 
 
 def lost_process(trainer: Trainer) -> LostProcessError:
-    """The error for a run that has lost the connection to another of its processes."""
+    """The error for a run whose process has lost the connection to another process."""
     drain_engine()
     return LostProcessError("the connection to another process of this run is lost; resume from the last checkpoint, "
                             f"if there is one, with: {trainer.saver.resume_command}")
@@ -224,10 +230,11 @@ def _check_complete(trainer: Trainer, recorder: Recorder) -> None:
 
 
 def measure_loader(loader: Loader, workers: Workers, most: float = math.inf) -> float:
-    """Images/sec of the loader running alone, summed over all processes, in LOADER_SECONDS or in `most` seconds if they
-    are fewer; one batch is always loaded."""
+    """Images/sec of the loader running alone, summed over all processes. The measurement takes at most LOADER_SECONDS,
+    and at most `most` seconds, but loads at least one batch.
+    """
     batches = iter(itertools.chain.from_iterable(itertools.repeat(loader)))
-    for _ in range(loader.config.prefetch + 1):  # prefetched while the network was still computing
+    for _ in range(loader.config.prefetch + 1):  # these batches were prefetched while the network was still computing
         next(batches)
     seconds, start, count = min(LOADER_SECONDS, most), time.perf_counter(), 0
     while not count or time.perf_counter() - start < seconds:
@@ -258,13 +265,15 @@ def report(recorder: Recorder, run_folder: Path, trainer: Trainer | None = None)
 
 @contextlib.contextmanager
 def _kept(recorder: Recorder, run_folder: Path) -> Iterator[None]:
-    """Inside, the run's files are kept open, so their content survives even if they are removed from outside. Such
-    files are written again at the end, and `recorder` gets their names. Raises UserError if they cannot be written."""
+    """Keep the run's files open inside the block, so that their content survives even if somebody removes the files.
+    Removed files are written again at the end, and `recorder` gets their names. Raises UserError if they cannot be
+    written.
+    """
     checkpoints = sorted((run_folder / checkpoint.FOLDER).glob("*.npz"))
     with contextlib.ExitStack() as opened:
         contents = {}
         for path in (*checkpoints, run_folder / CONFIG_FILE, run_folder / METRICS_FILE):
-            with contextlib.suppress(OSError):  # it was removed before
+            with contextlib.suppress(OSError):  # the file was removed before this point
                 contents[path] = opened.enter_context(path.open("rb"))
         yield
         for path, file in contents.items():
@@ -281,8 +290,10 @@ def _write_report(recorder: Recorder, run_folder: Path, trainer: Trainer | None)
 
 
 def _save_outcomes(trainer: Trainer, loader: Loader, evaluated: str, folder: Path) -> None:
-    """Write the network's results for the report into its folder: the outcomes of the best validation, or of the latest
-    one if the best is an earlier version's or its file is gone. Raises UserError."""
+    """Write the network's results for the report into its folder: the outcomes of the best validation. If an earlier
+    version wrote the best checkpoint, or its file is gone, the outcomes of the latest validation are written. Raises
+    UserError.
+    """
     validated = best_outcomes(trainer.run_folder) or trainer.validated
     if not validated:
         return
@@ -290,7 +301,7 @@ def _save_outcomes(trainer: Trainer, loader: Loader, evaluated: str, folder: Pat
     describe(outcomes, loader, epoch, f"{VALIDATION} images" if evaluated == VALIDATION else evaluated).save(folder)
     try:
         predictions.save(sample(outcomes, loader, epoch, evaluated), folder)
-    except DataError as error:  # the run is complete anyway
+    except DataError as error:  # the run is complete even without these results
         print(f"no picture of predictions: {error}", flush=True)
 
 

@@ -1,7 +1,7 @@
 """The command sweep: trains several seeds or options, one after the other or one per GPU, and compares the runs.
 
 Each training is a run of `python -m train` in its own process and folder. If the command is repeated, finished runs are
-skipped and a stopped one is resumed.
+skipped, and a stopped run is resumed.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from train.report.comparison import Comparison
 from train.report.comparison import compare as compare_runs
 from train.report.runs import Run, size_on_disk
 
-NAME = "comparison"  # name of the files that a sweep writes at its end, without ending
+NAME = "comparison"  # name of the files that a sweep writes at its end, without suffix
 POLL_SECONDS = 0.2
-LOOK_SECONDS = 5.0  # seconds between two looks at the epochs of parallel trainings
+LOOK_SECONDS = 5.0  # seconds between two checks for new epochs of parallel trainings
 LAST_WORDS = 4096  # bytes at the end of a log that are searched for an error
 # Exit codes of a training that was stopped.
 SIGNAL_CODES = {code for number in STOPPING for code in (128 + number, -number)}
@@ -78,8 +78,9 @@ def _check_output(output: Path) -> None:
 
 
 def _slots(parallel: int, points: Sequence[Point]) -> list[Slot | None]:
-    """The share of the machine for each run that trains at a time; None: the whole machine. Raises TrainError if there
-    are fewer GPUs than requested."""
+    """The share of the machine for each run of those that train in parallel; None: the whole machine. Raises TrainError
+    if there are fewer GPUs than requested.
+    """
     on_gpu = any(point.config.device != "cpu" for point in points)
     gpus = topology.read_gpus() if on_gpu and parallel != 1 else []
     count = min(parallel or len(gpus) or 1, len(points))
@@ -100,7 +101,7 @@ class _Running:
     slot: Slot | None
     process: subprocess.Popen[bytes]
     started: float
-    log: Path | None  # log file, if it runs in parallel
+    log: Path | None  # log file of the training, if it runs in parallel
     epochs: int  # epochs printed so far
 
 
@@ -121,7 +122,7 @@ class _Trainings:
         self._looked = time.monotonic()
 
     def run(self) -> None:
-        """Train until all are complete. Raises StoppedBySignal, and ProgramError if the disk is full."""
+        """Run the trainings until all are complete. Raises StoppedBySignal, and ProgramError if the disk is full."""
         with handled(dict.fromkeys(ending(), self._stop)):
             try:
                 while self._running or (self._left and not self.obstacle):
@@ -130,16 +131,17 @@ class _Trainings:
                     time.sleep(POLL_SECONDS)
                     self._collect()
             finally:
-                for each in self._running:  # set only if starting one has raised an error
+                for each in self._running:  # nonempty only if starting a training has raised an error
                     each.process.terminate()
                     each.process.wait()
         if self.obstacle:
             raise self.obstacle
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        """Forward a signal: the trainings save checkpoints. They also receive Ctrl-C from the terminal, and count both
-        signals as one."""
-        if self._num_slots > 1 and not self.obstacle:  # otherwise the training itself prints it
+        """Forward a signal to the trainings, which then save checkpoints. The trainings also receive Ctrl-C from the
+        terminal, and count both signals as one.
+        """
+        if self._num_slots > 1 and not self.obstacle:  # a training that runs alone prints the message itself
             print_line("stopping: the trainings save their state")
         self.obstacle = StoppedBySignal(number, "stopped: repeat the command to resume")
         for each in self._running:
@@ -162,15 +164,16 @@ class _Trainings:
             process = subprocess.Popen(own_process(TRAIN, *point.arguments), env=_environment(slot), stdout=output,
                                        stderr=output, preexec_fn=stop_ours_with_us)
         if slot:
-            with contextlib.suppress(ProcessLookupError):  # it has already ended
+            with contextlib.suppress(ProcessLookupError):  # the process has already ended
                 os.sched_setaffinity(process.pid, slot.cores)
         self._running.append(_Running(point, slot, process, time.monotonic(), log, epochs_before))
-        # it came while this training was starting, so the training did not receive it
+        # the signal came while this training was starting, so the training did not receive the signal
         if isinstance(self.obstacle, StoppedBySignal):
             process.send_signal(self.obstacle.exit_code - 128)
 
     def _has_room(self, output: Path) -> bool:
-        """Whether the disk has room for another run as large as the finished ones; if not, sets `obstacle`."""
+        """Whether the disk has room for another run of the size of the largest finished run. If not, sets `obstacle`.
+        """
         free = shutil.disk_usage(output).free
         if free < self._largest:
             self.obstacle = ProgramError(f"{output} has {free / 2**30:.2f} GiB left, and a run of this sweep takes "
@@ -179,14 +182,15 @@ class _Trainings:
 
     def _time_left(self) -> str:
         """Estimated time of the trainings that have not started, including this one, from the mean duration of finished
-        ones."""
+        trainings.
+        """
         if not self._seconds:
             return ""
         seconds = (len(self._left) + 1) / self._num_slots * sum(self._seconds) / len(self._seconds)
         return f", about {timedelta(seconds=round(seconds))} left"
 
     def _collect(self) -> None:
-        """Collect trainings that have ended, and print the epochs of parallel ones."""
+        """Collect trainings that have ended, and print new epochs of parallel trainings."""
         ended = [each for each in self._running if each.process.poll() is not None]
         if ended or time.monotonic() - self._looked > LOOK_SECONDS:
             self._looked = time.monotonic()
@@ -210,12 +214,12 @@ class _Trainings:
 def _how(code: int) -> str:
     """How a training that is not complete ended."""
     if not code:
-        return "ended before it was finished"  # --time-limit
+        return "ended before it was finished"
     return "was stopped by a signal" if code in SIGNAL_CODES else how_it_ended(code)
 
 
 def _last_error(log: Path) -> str:
-    """The last error message of a training, and the file that has it."""
+    """The last error message of a training, and the file that contains the message."""
     lines = log.read_bytes()[-LAST_WORDS:].decode(errors="replace").splitlines()
     said = next((line for line in reversed(lines) if line.startswith("error: ")), "")
     return f" ({log}); {said}" if said else f" ({log})"
@@ -225,7 +229,7 @@ def _epochs(folder: Path) -> list[str]:
     """A line for each epoch that a run has completed."""
     try:
         run = Run.read(folder, with_steps=False)
-    except TrainError:  # it has not begun yet
+    except TrainError:  # the training has not begun yet
         return []
     return [f"epoch {row.epoch} of {run.epochs_wanted}"
             + (f", {accuracy_of(row.evaluation.images)} {row.evaluation.top1:.1%}" if row.evaluation else "")

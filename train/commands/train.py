@@ -54,12 +54,12 @@ if TYPE_CHECKING:
 
 
 class Beginning(NamedTuple):
-    """The starting point of a session of a run."""
+    """The state from which a session of a run starts."""
 
     config: Config
     run_folder: Path
-    checkpoint: Checkpoint | None  # None: the run begins
-    weights: Weights | None = None  # weights to begin with; None: the network's initial ones
+    checkpoint: Checkpoint | None  # None: a new run begins
+    weights: Weights | None = None  # weights to begin with; None: the network's initial weights
     fit_machine: bool = False  # choose the number of epochs by the machine's speed
 
 
@@ -89,14 +89,15 @@ def run(values: Mapping[str, Any], callbacks: Sequence[Any] = ()) -> Path:
             if not is_lost_process(error):
                 raise
             if bn_group:
-                bn_group.give_up()  # otherwise the GPU would wait for the lost process
+                bn_group.give_up()  # otherwise the GPU would wait forever for the lost process
             raise lost_process(trainer) from None
     return beginning.run_folder
 
 
 def _elastic_session(values: Mapping[str, Any], state: RunState) -> None:
-    """Train until the run ends, or processes join or leave. `state` then has the start of the next session, and the
-    executor with its compiled graphs."""
+    """Train until the run ends, or until processes join or leave. `state` then holds the state from which the next
+    session starts, and the executor with its compiled graphs.
+    """
     workers = Workers()
     if not state.beginning:
         state.beginning = begin(values, workers)
@@ -116,7 +117,7 @@ def begin(values: Mapping[str, Any], workers: Workers) -> Beginning:
         start = checkpoint.load_checked(file)
         checkpoint.load_plugins(start)
         default = load_preset(values["config"]) if "config" in values else _resumed_config(file, start)
-        if values.get("weights"):  # the weights with which this same command began the run
+        if values.get("weights"):  # the file with the weights from which this command began the run
             default = replace(default, **settings(start.config))
         config = of_network(configure(values, default), values, start)
         config = replace(config, plugin=plugins.together(start.config.plugin, config.plugin))
@@ -126,8 +127,9 @@ def begin(values: Mapping[str, Any], workers: Workers) -> Beginning:
 
 
 def new_config(values: Mapping[str, Any], local_rank: int) -> tuple[Config, Weights | None]:
-    """The configuration of a new run, and the weights that it begins with (None: the network's initial ones). Raises
-    TrainError."""
+    """The configuration of a new run, and the weights with which the run begins (None: the network's initial weights).
+    Raises TrainError.
+    """
     check_untrained(values)
     default = devices.default_config(values, local_rank)
     weights = read_weights(values["weights"], values.get("model", "")) if values.get("weights") else None
@@ -140,7 +142,7 @@ def new_config(values: Mapping[str, Any], local_rank: int) -> tuple[Config, Weig
 
 
 def _resumed_config(file: Path, start: Checkpoint) -> Config:
-    """The configuration of a resumed run, without the limit that has ended it."""
+    """The configuration of a resumed run, without the limit that ended the run."""
     return replace(start.config, output=checkpoint.run_folder(file), max_steps=steps_allowed(start))
 
 
@@ -148,13 +150,13 @@ def _resumed_config(file: Path, start: Checkpoint) -> Config:
 def open_trainer(
     beginning: Beginning, workers: Workers, executor: Executor | None = None, commit: Callable[[], None] | None = None
 ) -> Iterator[tuple[Trainer, StatisticsGroup | None]]:
-    """Inside: a trainer that has joined the other processes, and the group of GPUs that share BatchNorm's statistics.
+    """A context with a trainer that has joined the other processes, and the group of GPUs that share BatchNorm's
+    statistics.
 
     A collective operation; raises UserError.
 
-    Args:
-        executor: the executor of an elastic run's earlier session; None: a new one is built.
-        commit: see `Trainer`.
+    Args: executor: the executor of an elastic run's earlier session; None: a new executor is built. commit: see
+        `Trainer`.
     """
     config, run_folder, start, weights, fit_machine = beginning
     with contextlib.ExitStack() as loaders:
@@ -176,7 +178,7 @@ def open_trainer(
                     val_loader.remarks = [*val_loader.remarks,
                                           *class_remarks(config.data, train_loader, val_loader)]
             if not start and placement.device.startswith("gpu"):
-                # The network checks how much memory is left, so both loaders must have theirs by then.
+                # The network checks how much memory is left, so both loaders must have allocated their memory before.
                 for loader in (train_loader, val_loader):
                     if loader:
                         with phase(FIRST_BATCH):
@@ -184,7 +186,7 @@ def open_trainer(
             origin: list[str] = []
             if executor and start:
                 executor.set_params(start.params, start.aux)
-                executor.read_metrics()  # discards the metrics of undone steps
+                executor.read_metrics()  # discards the metrics of steps that were undone
             else:
                 initial, origin = starting_point(weights, train_loader.classes, config) if weights else (start, [])
                 num_classes, sizes = len(train_loader.class_names), image_sizes(config)
@@ -196,10 +198,11 @@ def open_trainer(
                 image_size = train_loader.config.size_in(start.progress.epoch if start else 0)
                 executor = build_executor(config, num_classes, image_size, placement, initial, not workers.alone,
                                           bn_group, largest_size, class_weights(config, train_loader))
-            if val_loader:  # so that it fails now if at all, and no step waits for it
+            if val_loader:  # built now, so that an error appears before the first step, and no step waits for it
                 with phase(NETWORK):
                     executor.prepare_inference((config.inference_image_size,) * 2)
-        if fit_machine and placement.device.startswith("cpu"):  # any GPU trains the full number of epochs in seconds
+        # a GPU trains the full number of epochs in seconds, so only CPUs shorten the run
+        if fit_machine and placement.device.startswith("cpu"):
             config = demonstration.fit(config, executor, train_loader.num_images, workers)
         with workers.agreement():
             trainer = Trainer(config, workers, executor, train_loader, val_loader, run_folder, start, commit)
@@ -232,7 +235,7 @@ def _note_frozen(trainer: Trainer, recorder: Recorder) -> None:
 
 
 def _note_lone_values(trainer: Trainer, recorder: Recorder) -> None:
-    """Warn where BatchNorm sees a single value per channel: without a variance the loss would never fall."""
+    """Warn about a BatchNorm that sees a single value per channel: without a variance the loss would never fall."""
     config = trainer.config
     size = min(image_sizes(config))
     if names := without_variance(trainer.executor, size, config.bn_group):
@@ -251,8 +254,9 @@ def _note_memory(trainer: Trainer, recorder: Recorder) -> None:
 
 
 def _note_data(trainer: Trainer, recorder: Recorder) -> None:
-    """Report the training and validation data; and warn if the accuracy is measured on training images, so that it says
-    nothing about unseen ones."""
+    """Report the training and validation data. Warn if the accuracy is measured on training images, because it then
+    tells nothing about unseen images.
+    """
     if not recorder.enabled:
         return
     config, train_loader, val_loader = trainer.config, trainer.train_loader, trainer.val_loader

@@ -1,4 +1,6 @@
-"""Runs that a command trains in separate processes: whether one is complete, and whether a folder contains it."""
+"""Runs that a command trains in separate processes: tests whether a run is complete, and whether a folder contains the
+run.
+"""
 
 from __future__ import annotations
 

@@ -40,7 +40,9 @@ TOP = 5  # classes in the record of an image
 
 
 class EachImage:
-    """The network's results for each image of a validation, in this process. Compact enough for millions of images."""
+    """The network's results for each image of a validation, in this process. The form is compact enough for millions of
+    images.
+    """
 
     def __init__(self, top: int) -> None:
         self._top = top
@@ -81,7 +83,7 @@ class EachImage:
 class Validated(NamedTuple):
     """Loss and accuracy of a network on a data set."""
 
-    num_images: int  # without those that cannot be read
+    num_images: int  # images, without unreadable images
     loss: float  # mean over the images, in nats
     top1: float  # share of the images whose class is the most likely one
     top5: float  # share of the images whose class is among the five most likely ones
@@ -115,7 +117,7 @@ def main(values: Mapping[str, Any], workers: Workers | None = None) -> Validated
             _check_output(Path(output), config.data)
         placement = prepare(config, workers)
         loader = open_split(replace(config, cache=0), "val", placement, workers, trained.classes,
-                            f"the network of {place}")  # without cache: each image is needed once
+                            f"the network of {place}")  # without the cache, because each image is needed once
         executor = inference_executor(trained, int8, config, placement)
     with loader:
         progress = printed_progress(loader.num_batches) if workers.rank == 0 else None
@@ -155,7 +157,7 @@ def main(values: Mapping[str, Any], workers: Workers | None = None) -> Validated
             print(f"{config.data}: all its images were validated on; the network's run kept {share} of each class of "
                   f"{trained.config.data} for validation, so give --val-split {share} if these are the same images",
                   file=sys.stderr)
-        # Data without class names does not say which further classes it has.
+        # Data without class names does not tell which classes without images exist.
         expected = range(trained.num_classes) if is_numbered(loader.own_classes) else loader.labels
         if unseen := [loader.classes[label] for label in expected if label >= 0 and not per_class[label]]:
             print(f"{config.data}: no image of these classes was validated on, so accuracy says nothing about them: "

@@ -28,6 +28,6 @@ CONFIG = Config(
     nesterov=True,
     weight_decay=5e-4,
     ema_decay=0.99,
-    zero_init_residual=False,  # blocks that start as identities learn late
+    zero_init_residual=False,  # residual blocks that start as identities begin to learn late
     validate_every=2,
 )

@@ -17,7 +17,7 @@ from train.options.optimizer import REFERENCE_BATCH
 GLOBAL_BATCH = 1024  # images
 EPOCHS = 600
 # torchvision updates the average every 32 steps; its train.py computes the decay from --model-ema-decay 0.99998, the
-# global batch and the epochs. Here the average is updated in every step, with the 32nd root of that decay.
+# global batch and the epochs. Here the average is updated in every step, with the 32nd root of torchvision's decay.
 EMA_STEPS = 32
 EMA_DECAY = 1 - (1 - 0.99998) * GLOBAL_BATCH * EMA_STEPS / EPOCHS
 

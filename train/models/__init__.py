@@ -57,18 +57,23 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     ),
 }
 
-# Other names of networks: Gluon's, where a network is the same as one of ours.
+OWN = tuple(name for family in FAMILIES.values() for name in family)
+
+# Other names of networks: Gluon's name, if Gluon's network is identical to a network here.
 ALIASES: Mapping[str, str] = {"resnet18_v1": "resnet18", "resnet34_v1": "resnet34"}
 
-IMAGE_SIZE = 224  # pixels: height and width of the images that published weights are for, but for these networks
+# height and width, in pixels, of the images for which published weights were trained; OTHER_IMAGE_SIZES has the
+# exceptions
+IMAGE_SIZE = 224
 OTHER_IMAGE_SIZES: Mapping[str, int] = {"inception_v3": 299}
 
-# Files with a network, which count as plug-ins with one model that has the file's name (`network_file`).
+# Suffixes of files with a network. These files count as plug-ins with one model, which has the file's name
+# (`network_file`).
 NETWORK_FILES = (".json", ".onnx")
 
-ALL = "all"  # stands for all networks, if several may be given
+ALL = "all"  # name that stands for all networks, for options that accept several
 
-plugins.reserve("model", (ALL, *FAMILIES, *ALIASES, *(name for family in FAMILIES.values() for name in family)))
+plugins.reserve("model", (ALL, *FAMILIES, *ALIASES, *OWN))
 
 
 def _register_file(file: str, content: bytes) -> None:
@@ -85,8 +90,9 @@ plugins.add_data_format(".onnx", _register_file, _read_onnx)
 
 
 def of_option(word: str, given: Sequence[str] = ()) -> tuple[str, tuple[str, ...]]:
-    """The name of the network that an option's value stands for, and the plug-in that has it, if it is a file and not
-    one of those that are `given` already. Raises TrainError for a file that is not there."""
+    """The name of the network that an option's value stands for, and the plug-in that defines the network, if the value
+    is a file that is not yet in `given`. Raises TrainError for a file that does not exist.
+    """
     if not word.lower().endswith(NETWORK_FILES):
         return own_name(word), ()
     if word in map(plugins.name_of, given):
@@ -97,12 +103,12 @@ def of_option(word: str, given: Sequence[str] = ()) -> tuple[str, tuple[str, ...
 
 
 def names() -> list[str]:
-    """The names of all networks, a plug-in's last."""
-    return [*(name for family in FAMILIES.values() for name in family), *plugins.names("model")]
+    """The names of all networks; networks of plug-ins come last."""
+    return [*OWN, *plugins.names("model")]
 
 
 def named(words: Iterable[str]) -> list[str]:
-    """Resolve names of networks, names of families (resnet) and `all`, without repetitions. Raises TrainError."""
+    """Resolve names of networks, names of families (resnet) and `all`, without duplicates. Raises TrainError."""
     meant: dict[str, None] = {}
     for word in words:
         of_word = names() if word == ALL else FAMILIES.get(word, (word,))
@@ -113,7 +119,7 @@ def named(words: Iterable[str]) -> list[str]:
 
 
 def check(name: str) -> None:
-    """Raise TrainError, with the nearest name, if there is no such network."""
+    """Raise TrainError, with the nearest name, if no network has this name."""
     if name not in names() and name not in ALIASES:
         # for resnext50 suggest resnext50_32x4d, not resnet50
         longer = [known for known in names() if known.startswith(name)]
@@ -121,20 +127,21 @@ def check(name: str) -> None:
 
 
 def own_name(name: str) -> str:
-    """This program's name of a network that may be given by another one (`ALIASES`)."""
+    """This program's name of a network; `name` may be an alias (`ALIASES`)."""
     return ALIASES.get(name, name)
 
 
 def image_size(name: str) -> int:
-    """The height and width, in pixels, of the images that a network's published weights, or its file, are for; 0 if the
-    file does not say it."""
+    """The height and width, in pixels, of the images for which a network's published weights, or its file, were made; 0
+    if the file does not state the size.
+    """
     of_plugin = plugins.find("model", name)
     return getattr(of_plugin.made, "image_size", IMAGE_SIZE) if of_plugin else OTHER_IMAGE_SIZES.get(name, IMAGE_SIZE)
 
 
 def is_own(name: str) -> bool:
     """Whether a network is one of this program, and not a plug-in's."""
-    return any(name in family for family in FAMILIES.values())
+    return name in OWN
 
 
 def is_of_file(name: str) -> bool:
@@ -150,8 +157,9 @@ def is_channels_first(name: str) -> bool:
 
 
 def create(name: str, num_classes: int = 1000, label_smoothing: float = 0.0, images: int = IMAGE_SIZE) -> Network:
-    """The training network of that name. `images`: their height and width, in pixels, for a network from a file that
-    does not say it. Raises TrainError if there is none."""
+    """The training network with this name. `images`: height and width of the images, in pixels, for a network whose
+    file does not state the size. Raises TrainError if no network has this name.
+    """
     check(name)
     name = own_name(name)
     from train.models import plugged
@@ -163,13 +171,14 @@ def create(name: str, num_classes: int = 1000, label_smoothing: float = 0.0, ima
 
 
 def published(name: str) -> tuple[Published, ...]:
-    """The names of the network's layers in other libraries; () if no other library has it."""
+    """The names of the network's layers in other libraries; () if no other library has the network."""
     return () if plugins.find("model", name) else getattr(_family(name), "PUBLISHED", {}).get(name, ())
 
 
 def num_classes(name: str, params: Mapping[str, Any]) -> int:
-    """The number of classes of the network of that name with these parameters. Raises TrainError if there is no such
-    network, and KeyError if the parameters do not belong to it."""
+    """The number of classes of the network of that name with these parameters. Raises TrainError if no network has this
+    name, and KeyError if the parameters do not belong to the network.
+    """
     return len(params[create(name).classifier[-1]])
 
 

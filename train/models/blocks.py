@@ -44,7 +44,8 @@ class SqueezeExcitation(NamedTuple):
 def conv(x: Symbol, name: str, filters: int, kernel: int, stride: int = 1, groups: int = 1, bias: bool = False,
          pad: int | None = None, deviation: float = 0.0) -> Symbol:
     """A convolution, weight OHWI. `pad`: pixels on each side; None: 'same' for stride 1. `deviation`: the standard
-    deviation of the initial weights; 0: the one of `init_params`."""
+    deviation of the initial weights; 0: the deviation that `init_params` chooses.
+    """
     pad = kernel // 2 if pad is None else pad
     weight = {"weight": normal(f"{name}_weight", deviation)} if deviation else {}
     return mx.sym.Convolution(x, num_filter=filters, kernel=(kernel, kernel), stride=(stride, stride), pad=(pad, pad),
@@ -62,7 +63,7 @@ def relu(x: Symbol, name: str) -> Symbol:
 
 
 def activation(x: Symbol, name: str, kind: str) -> Symbol:
-    """A function of single elements.
+    """An elementwise function.
 
     relu; relu6: min(max(x, 0), 6); silu: x * sigmoid(x) (arXiv:1702.03118); hard_swish: x * hard_sigmoid(x), with
     hard_sigmoid min(max(x / 6 + 1/2, 0), 1) (arXiv:1905.02244); gelu: with erf (arXiv:1606.08415); sigmoid.
@@ -87,7 +88,8 @@ def conv_bn(x: Symbol, name: str, number: int | str, layer: Layer, norm: Norm = 
 
 
 def squeeze_excitation(x: Symbol, name: str, channels: int, squeeze: SqueezeExcitation) -> Symbol:
-    """x, each of whose `channels` channels is multiplied by a factor that follows from the means of all channels."""
+    """x with each of its `channels` channels multiplied by a factor, which is computed from the means of all channels.
+    """
     means = mean_of_pixels(x, f"{name}_se_pool")
     squeezed = activation(conv(means, f"{name}_se_conv1", squeeze.channels, 1, bias=True), f"{name}_se_act",
                           squeeze.act)
@@ -96,7 +98,7 @@ def squeeze_excitation(x: Symbol, name: str, channels: int, squeeze: SqueezeExci
 
 
 def layer_scale(x: Symbol, name: str, channels: int, initial: float) -> Symbol:
-    """x, each of whose channels is multiplied by a trained factor (Touvron et al., arXiv:2103.17239, section 2)."""
+    """x with each channel multiplied by a trained factor (Touvron et al., arXiv:2103.17239, section 2)."""
     factors = constant(f"{name}_gamma", initial, (channels,))
     factors = mx.sym.Reshape(factors, shape=(1, 1, 1, -1), name=f"{name}_factors")
     return mx.sym.broadcast_mul(x, factors, name=name)
@@ -113,7 +115,7 @@ def max_pool(x: Symbol, name: str) -> Symbol:
 
 
 def mean_of_pixels(x: Symbol, name: str) -> Symbol:
-    """(N, 1, 1, C): the means over all pixels."""
+    """The means over all pixels, (N, 1, 1, C)."""
     return mx.sym.Pooling(x, global_pool=True, kernel=(1, 1), pool_type="avg", layout="NHWC", name=name)
 
 
@@ -130,12 +132,12 @@ def classify(x: Symbol, num_classes: int, label_smoothing: float, deviation: flo
 
 
 def normal(name: str, deviation: float) -> Symbol:
-    """A parameter whose initial values are normal, with this standard deviation. For `init_params`."""
+    """A parameter whose initial values are normal, with this standard deviation. `init_params` reads this deviation."""
     return mx.sym.Variable(name, init=json.dumps(["normal", {"sigma": deviation}]))
 
 
 def constant(name: str, value: float, shape: tuple[int, ...]) -> Symbol:
-    """A parameter of this shape whose initial values are equal. For `init_params`."""
+    """A parameter of this shape whose initial values are all `value`. `init_params` reads the value."""
     return mx.sym.Variable(name, shape=shape, init=json.dumps(["constant", {"value": value}]))
 
 
@@ -148,5 +150,5 @@ def divisible(channels: float, divisor: int = 8) -> int:
 
 
 def repeated(times: int, factor: float) -> int:
-    """How often a block is there in a network that is deeper by the factor (arXiv:1905.11946, section 3.3)."""
+    """The number of repetitions of a block in a network that is deeper by `factor` (arXiv:1905.11946, section 3.3)."""
     return math.ceil(times * factor)

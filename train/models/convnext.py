@@ -1,4 +1,4 @@
-"""ConvNeXt: 7x7 convolutions of single channels, LayerNorm and GELU.
+"""ConvNeXt: 7x7 depthwise convolutions, LayerNorm and GELU.
 
 Liu et al., 'A ConvNet for the 2020s' (arXiv:2201.03545), figure 4 and appendix A.1; as in torchvision and timm.
 """
@@ -13,12 +13,13 @@ from common.mxnet_compat import mx
 from train.models.blocks import Symbol, activation, classify, conv, layer_norm, layer_scale, mean_of_pixels
 from train.models.libraries import TIMM, TORCHVISION, Published
 
-# Channels of the first stage, each stage doubles them; blocks of each stage; shorter side that torchvision resizes to.
+# Name -> (channels of the first stage, which each further stage doubles; blocks of each stage; the shorter side, in
+# pixels, to which torchvision resizes images).
 SIZES = {"convnext_tiny": (96, (3, 3, 9, 3), 236), "convnext_small": (96, (3, 3, 27, 3), 230),
          "convnext_base": (128, (3, 3, 27, 3), 232)}
-EPS = 1e-6  # of each LayerNorm
+EPS = 1e-6  # epsilon of each LayerNorm
 LAYER_SCALE = 1e-6  # initial factor of each branch
-DEVIATION = 0.02  # standard deviation of initial weights (there cut off at 2, which is 100 deviations)
+DEVIATION = 0.02  # standard deviation of initial weights (the paper also cuts off at 2, which is 100 deviations)
 
 
 def convnext(name: str, num_classes: int = 1000, label_smoothing: float = 0.0) -> Symbol:
@@ -53,10 +54,9 @@ def _conv(x: Symbol, name: str, filters: int, kernel: int, **settings: Any) -> S
     return conv(x, name, filters, kernel, bias=True, deviation=DEVIATION, **settings)
 
 
-# --- the networks elsewhere: there 1x1 convolutions are fully connected layers over the channels ---
 
 
-_LAYERS = ("scale_gamma", "conv1", "norm", "conv2", "conv3")  # of a block
+_LAYERS = ("scale_gamma", "conv1", "norm", "conv2", "conv3")  # layers of a block
 
 
 def _torchvision(name: str) -> Published:
@@ -81,8 +81,9 @@ def _timm(name: str) -> Published:
 
 
 def _block_names(stage: int, number: int, before: str, theirs: str, layers: Sequence[str]) -> dict[str, str]:
-    """The layers of a block, which are `theirs` elsewhere; and of a stage's first block those `before` it, which halve
-    the size of the images."""
+    """The layer names of a block: our names -> names in another library, in which the block is called `theirs`. A
+    stage's first block also has the layers `before` it, which halve the size of the images.
+    """
     halving = {f"stage{stage}_norm": f"{before}.0", f"stage{stage}_conv": f"{before}.1"}
     own = {f"stage{stage}_block{number}_{ours}": f"{theirs}.{layer}"
            for ours, layer in zip(_LAYERS, layers, strict=True)}
@@ -90,7 +91,7 @@ def _block_names(stage: int, number: int, before: str, theirs: str, layers: Sequ
 
 
 def _num_axes(name: str, **of_arrays: int) -> dict[str, int]:
-    """`Published.num_axes` from the number of axes of these arrays of every block."""
+    """`Published.num_axes` from the number of axes that these arrays of every block have in the other library."""
     return {f"stage{stage}_block{number}_{array}": count for stage, number, _ in blocks(name)
             for array, count in of_arrays.items()}
 

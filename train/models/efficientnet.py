@@ -1,9 +1,10 @@
 """EfficientNet, EfficientNet-Lite and EfficientNetV2-S.
 
-Tan and Le, 'EfficientNet' (arXiv:1905.11946), table 1, and 'EfficientNetV2' (arXiv:2104.00298), table 4; the Lite ones,
-without squeeze-and-excitation and with ReLU6, as in TensorFlow's efficientnet/lite/efficientnet_lite_builder.py. A name
-with tf_ is TensorFlow's network, as timm calls it: padding and BatchNorm's epsilon are TensorFlow's. The others are
-PyTorch's: efficientnet_b0 and so on are torchvision's and timm's, efficientnet_v2_s is torchvision's.
+Tan and Le, 'EfficientNet' (arXiv:1905.11946), table 1, and 'EfficientNetV2' (arXiv:2104.00298), table 4; the Lite
+networks, without squeeze-and-excitation and with ReLU6, as in TensorFlow's
+efficientnet/lite/efficientnet_lite_builder.py. A name with tf_ is timm's name of TensorFlow's network: padding and
+BatchNorm's epsilon are TensorFlow's. The other names are PyTorch's networks: efficientnet_b0 and so on are
+torchvision's and timm's, efficientnet_v2_s is torchvision's.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from train.models.libraries import TIMM, TORCHVISION, Published
 
 
 class Stage(NamedTuple):
-    """A row of a paper's table; `stride` is the first block's."""
+    """A row of a paper's table; `stride` is the stride of the first block."""
 
     expansion: int
     kernel: int
@@ -39,12 +40,13 @@ B0 = (Stage(1, 3, 1, 16, 1), Stage(6, 3, 2, 24, 2), Stage(6, 5, 2, 40, 2), Stage
 V2_S = (Stage(1, 3, 1, 24, 2, fused=True), Stage(4, 3, 2, 48, 4, fused=True), Stage(4, 3, 2, 64, 4, fused=True),
         Stage(4, 3, 2, 128, 6), Stage(6, 3, 1, 160, 9), Stage(6, 3, 2, 256, 15))
 
-# Width and depth relative to B0, as TensorFlow's efficientnet_builder.py has them, and the pixels of an image.
+# Number -> (width and depth relative to B0, from TensorFlow's efficientnet_builder.py; height and width of an image in
+# pixels).
 SCALES = {0: (1.0, 1.0, 224), 1: (1.0, 1.1, 240), 2: (1.1, 1.2, 260), 3: (1.2, 1.4, 300), 4: (1.4, 1.8, 380)}
 LITE_SCALES = {number: SCALES[number] for number in (0, 1, 2)}
 
-TF_NORM = Norm(eps=1e-3, momentum=0.99)  # efficientnet_builder.py
-V2_NORM = Norm(eps=1e-3)  # torchvision
+TF_NORM = Norm(eps=1e-3, momentum=0.99)  # from efficientnet_builder.py
+V2_NORM = Norm(eps=1e-3)  # from torchvision
 
 
 def efficientnet(number: int, norm: Norm = USUAL_NORM, is_reversed: bool = False) -> Plan:
@@ -56,8 +58,9 @@ def efficientnet(number: int, norm: Norm = USUAL_NORM, is_reversed: bool = False
 
 
 def lite(number: int, norm: Norm = USUAL_NORM, is_reversed: bool = False) -> Plan:
-    """EfficientNet-Lite`number`: the first and the last convolution are never wider than Lite0's, and the first and the
-    last stage never deeper."""
+    """EfficientNet-Lite`number`: its first and last convolutions have the width of Lite0's, and its first and last
+    stages have the depth of Lite0's.
+    """
     width, depth, _ = LITE_SCALES[number]
     rows = [row._replace(filters=divisible(width * row.filters),
                          num_blocks=row.num_blocks if row in (B0[0], B0[-1]) else repeated(row.num_blocks, depth))
@@ -94,23 +97,24 @@ PLANS = {
 MODELS = {name: partial(network, plan) for name, plan in PLANS.items()}
 
 
-# --- the networks elsewhere ---
 
 
 def _bicubic(size: int, shorter: int) -> dict[str, Any]:
-    """Settings of a record: the middle `size` pixels of images whose shorter side is resized to `shorter`."""
+    """Settings of a record: images are resized (bicubic) to a shorter side of `shorter` pixels, and cropped to the
+    middle `size` pixels.
+    """
     return {"size": size, "crop": size / shorter, "interpolation": "bicubic"}
 
 
-# torchvision/models/efficientnet.py, IMAGENET1K_V1
+# from torchvision/models/efficientnet.py, IMAGENET1K_V1
 TORCHVISION_IMAGES = {
     "efficientnet_b0": _bicubic(224, 256), "efficientnet_b1": _bicubic(240, 256), "efficientnet_b2": _bicubic(288, 288),
     "efficientnet_b3": _bicubic(300, 320), "efficientnet_b4": _bicubic(380, 384),
     "efficientnet_v2_s": {"size": 384, "crop": 1.0},
 }
-MARGIN = 32  # pixels that a shorter side has beyond the image, in TensorFlow's efficientnet/preprocessing.py
-HALVES = {"mean": 3 * (127.5,), "std": 3 * (127.5,)}  # timm's configuration of weights that read -1 to 1
-LITE_PIXELS = {"mean": 3 * (127.0,), "std": 3 * (128.0,)}  # efficientnet_lite_builder.py
+MARGIN = 32  # pixels by which the shorter side is longer than the crop, in TensorFlow's efficientnet/preprocessing.py
+HALVES = {"mean": 3 * (127.5,), "std": 3 * (127.5,)}  # timm's configuration for weights whose input ranges from -1 to 1
+LITE_PIXELS = {"mean": 3 * (127.0,), "std": 3 * (128.0,)}  # from efficientnet_lite_builder.py
 
 
 def _torchvision(name: str) -> Published:

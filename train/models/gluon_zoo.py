@@ -1,8 +1,9 @@
-"""The networks of MXNet Gluon's model zoo (`mxnet.gluon.model_zoo.vision`), as it builds them, in our form (`plugged`).
+"""The networks of MXNet Gluon's model zoo (`mxnet.gluon.model_zoo.vision`), as the zoo builds them, converted to our
+form (`plugged`).
 
-Not here: ResNet v2, and ResNet-18 and 34 v1, which are networks of other families (`resnet_v2`, `resnet`). A parameter
-has the name that Gluon gives it, without the network's prefix: conv0_weight for vgg0_conv0_weight. DenseNet and VGG are
-torchvision's networks of these names, too.
+ResNet v2, and ResNet-18 and 34 v1, belong to other families (`resnet_v2`, `resnet`). A parameter has Gluon's name
+without the network's prefix: conv0_weight for vgg0_conv0_weight. DenseNet and VGG are torchvision's networks of these
+names, too.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from train import models
 from train.models import plugged
 from train.models.libraries import GLUON, TORCH, TORCHVISION, Published
 
-NUM_DENSE_BLOCKS = 4  # of every DenseNet
+NUM_DENSE_BLOCKS = 4  # dense blocks of every DenseNet
 
 Symbol = Any  # mx.sym.Symbol; MXNet has no type stubs
 
 
 def gluon(name: str, num_classes: int = 1000, label_smoothing: float = 0.0) -> Symbol:
-    """The training Symbol of the zoo's network of that name, with the inputs and the output of `Network`."""
+    """The training Symbol of the zoo's network with this name, with the inputs and the output of `Network`."""
     with plugged.fresh_names():
         symbol = _block(name, num_classes)(mx.sym.Variable("data"))
     graph = plugged.in_our_form(f"Gluon's {name}", symbol, num_classes, models.image_size(name))
@@ -44,15 +45,17 @@ def gluon_names(name: str) -> Published:
 
 
 def torch_names(name: str) -> tuple[Published, ...]:
-    """The names of the network's layers in PyTorch's libraries; () if they have none that computes the same."""
+    """The names of the network's layers in PyTorch's libraries; () if these libraries have no network with the same
+    computation.
+    """
     ours = gluon_names(name).layers
     if name.startswith("vgg"):
-        # convolutions and BatchNorms have Gluon's numbers there, too
+        # PyTorch numbers convolutions and BatchNorms as Gluon does
         return (Published(TORCHVISION, {**ours, "dense0": "classifier.0", "dense1": "classifier.3",
                                         "dense2": "classifier.6"}),)
     if name.startswith("densenet"):
         return (Published(TORCH, {layer: _in_densenet(layer) for layer in ours}),
-                # torchvision's own files have norm.1 for norm1, which its program renames when it reads them
+                # torchvision's own files have norm.1 for norm1, which torchvision renames when it reads the file
                 Published(TORCHVISION, {layer: re.sub(r"(denselayer.*\.[a-z]+)(\d)$", r"\1.\2", _in_densenet(layer))
                                         for layer in ours}))
     return ()
@@ -73,7 +76,7 @@ def _in_densenet(layer: str) -> str:
 
 
 class _Names(Mapping[str, tuple[Published, ...]]):
-    """`PUBLISHED`, made when it is asked for: that takes as long as building the network."""
+    """`PUBLISHED`, computed at the first access to a network: this takes as long as building the network."""
 
     def __getitem__(self, name: str) -> tuple[Published, ...]:
         if name not in MODELS:

@@ -1,8 +1,8 @@
 """Inverted residual blocks, of which MobileNets and EfficientNets are made, and their names in other libraries.
 
-A block widens its input by a 1x1 convolution, convolves each channel by itself, and narrows the result by a 1x1
+A block widens its input by a 1x1 convolution, applies a depthwise convolution, and narrows the result by a 1x1
 convolution without an activation (Sandler et al., arXiv:1801.04381, section 3.3). Squeeze-and-excitation may come
-before the last one. In a fused block one usual convolution takes the place of the first two (Tan and Le,
+before the last convolution. In a fused block one ordinary convolution replaces the first two (Tan and Le,
 arXiv:2104.00298, section 3.2).
 """
 
@@ -28,7 +28,7 @@ from train.models.blocks import (
 
 
 class Block(NamedTuple):
-    """An inverted residual block. Numbers of channels: of its input, inside and of its output."""
+    """An inverted residual block. Its numbers of channels are those of the input, inside, and of the output."""
 
     name: str
     inputs: int
@@ -42,7 +42,7 @@ class Block(NamedTuple):
 
     @property
     def layers(self) -> list[Layer]:
-        """Its convolutions. A block that does not widen lacks the first one."""
+        """The convolutions of the block. A block that does not widen its input lacks the first convolution."""
         widens = self.expanded != self.inputs
         if self.fused:
             first = Layer(self.expanded if widens else self.filters, self.kernel, self.stride)
@@ -52,23 +52,23 @@ class Block(NamedTuple):
 
     @property
     def is_residual(self) -> bool:
-        """Is its input added to its output?"""
+        """Whether the block's input is added to its output."""
         return self.stride == 1 and self.inputs == self.filters
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A network of inverted residual blocks, by stage, between a 3x3 convolution of stride 2 and a 1x1 one.
+    """A network of inverted residual blocks, by stage, between a 3x3 convolution of stride 2 and a 1x1 convolution.
 
-    `hidden`: outputs of a fully connected layer before the classifier; 0: there is none. `is_reversed`: the images and
-    all kernels have rows and columns in the reverse order. So the network computes what TensorFlow's padding 'SAME'
-    computes: that adds what a stride of 2 lacks behind the last pixel, the usual padding before the first one.
+    `hidden`: outputs of a fully connected layer before the classifier; 0: no such layer. `is_reversed`: the images and
+    all kernels have rows and columns in the reverse order. This reproduces TensorFlow's padding 'SAME': with a stride
+    of 2, TensorFlow pads behind the last pixel, while the usual padding pads before the first pixel.
     """
 
     stages: Sequence[Sequence[Block]]
     stem: int
     last: int
-    act: str  # of the first and the last convolution, and of `hidden`
+    act: str  # activation of the first and last convolutions, and of the layer `hidden`
     norm: Norm = USUAL_NORM
     hidden: int = 0
     is_reversed: bool = False
@@ -97,7 +97,7 @@ def network(plan: Plan, num_classes: int = 1000, label_smoothing: float = 0.0) -
 def _block(x: Symbol, block: Block, norm: Norm) -> Symbol:
     y, layers = x, block.layers
     for number, layer in enumerate(layers, start=1):
-        ends = number == len(layers) > 1  # without an activation
+        ends = number == len(layers) > 1  # the last convolution of a block has no activation
         if ends and block.squeeze:
             y = squeeze_excitation(y, block.name, block.expanded, block.squeeze)
         y = conv_bn(y, block.name, number, layer, norm, "" if ends else block.act)
@@ -108,7 +108,7 @@ def _block(x: Symbol, block: Block, norm: Norm) -> Symbol:
 
 
 def torchvision_layers(block: Block, theirs: str) -> dict[str, str]:
-    """Those of a block whose list of layers has the name `theirs`."""
+    """The names of a block's layers in torchvision, where the block's list of layers is called `theirs`."""
     names: dict[str, str] = {}
     place, layers = 0, block.layers
     for number in range(1, len(layers) + 1):
@@ -122,7 +122,7 @@ def torchvision_layers(block: Block, theirs: str) -> dict[str, str]:
 
 
 def timm_layers(plan: Plan) -> dict[str, str]:
-    """Those of timm up to the last block."""
+    """The layer names in timm, up to the last block."""
     names = {"stem_conv": "conv_stem", "stem_bn": "bn1"}
     for stage, blocks in enumerate(plan.stages):
         for number, block in enumerate(blocks):
@@ -134,7 +134,9 @@ def timm_layers(plan: Plan) -> dict[str, str]:
 
 
 def tensorflow_layers(plan: Plan) -> dict[str, str]:
-    """Those of the ports of TensorFlow's EfficientNets to PyTorch (EfficientNet-PyTorch, efficientnet-lite-pytorch)."""
+    """The layer names in the ports of TensorFlow's EfficientNets to PyTorch (EfficientNet-PyTorch,
+    efficientnet-lite-pytorch).
+    """
     names = {"stem_conv": "_conv_stem", "stem_bn": "_bn0"}
     for number, block in enumerate(plan.blocks):
         theirs = ["_expand_conv", "_depthwise_conv", "_project_conv"][-len(block.layers):]
@@ -144,7 +146,7 @@ def tensorflow_layers(plan: Plan) -> dict[str, str]:
 
 def _numbered(block: Block, place: str, convs: Sequence[str], bn: str, first: int,
               squeeze: tuple[str, str]) -> dict[str, str]:
-    """The names of a block's convolutions, of their BatchNorms, which are numbered, and of squeeze-and-excitation."""
+    """The names of a block's convolutions, BatchNorms (which are numbered from `first`) and squeeze-and-excitation."""
     names: dict[str, str] = {}
     for number, conv in enumerate(convs, start=1):
         if block.squeeze and number == len(convs):

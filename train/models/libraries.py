@@ -12,16 +12,16 @@ from typing import Any
 
 import numpy as np
 
-# TORCH: both have the network under equal names.
+# TORCH: torchvision and timm have the network, with equal names of weights.
 TORCH, TORCHVISION, TIMM, GLUON = "torchvision or timm", "torchvision", "timm", "Gluon"
 
-# End of our name -> the array's name within a layer of the other library.
+# Suffix of our name -> the array's name within a layer of the other library.
 _TORCH_ENDS = {"weight": "weight", "bias": "bias", "gamma": "weight", "beta": "bias", "moving_mean": "running_mean",
                "moving_var": "running_var", "running_mean": "running_mean", "running_var": "running_var"}
 _GLUON_ENDS = {"weight": "weight", "bias": "bias", "gamma": "gamma", "beta": "beta", "moving_mean": "running_mean",
                "moving_var": "running_var", "running_mean": "running_mean", "running_var": "running_var"}
 _OUR_END = re.compile(f"_({'|'.join(_TORCH_ENDS)})$")
-# our kinds of layers -> Gluon's, where they differ, in numbered names such as conv0
+# our kinds of layers -> Gluon's kinds in numbered names such as conv0
 _KINDS = {"conv": "conv", "bn": "batchnorm", "classifier": "dense"}
 
 
@@ -29,12 +29,13 @@ _KINDS = {"conv": "conv", "bn": "batchnorm", "classifier": "dense"}
 class Published:
     """A network in another library: the names of its layers, and how its images are prepared.
 
-    `layers` maps our layer names to the library's, in the order in which the library creates them; an array that has
-    its own name there stands by its whole name. `norm_of_images`: the library's layer, if any, that normalises the
-    images once more before the first convolution. `model`: the library's name of the network, if it is not ours.
-    `images`: settings of `weights.record.Record` for files without a record, where they are not torchvision's first
-    recipe. `num_axes`: our arrays with another number of axes there, which are of size 1: a 1x1 convolution may be a
-    fully connected layer. `is_reversed`: the library's kernels have their rows and columns in the reverse order.
+    `layers` maps our layer names to the library's names, in the order in which the library creates the layers. An array
+    that has its own name in the library is listed by its whole name. `norm_of_images`: the library's layer, if any,
+    that normalises the images once more before the first convolution. `model`: the library's name of the network, if it
+    differs from ours. `images`: settings of `weights.record.Record` for files without a record, if the settings differ
+    from torchvision's first recipe. `num_axes`: our arrays that have another number of axes in the library, without
+    axes of size 1: a 1x1 convolution may be a fully connected layer there. `is_reversed`: the library's kernels have
+    their rows and columns in the reverse order.
     """
 
     library: str  # TORCH, TORCHVISION, TIMM, GLUON, or another program
@@ -55,7 +56,7 @@ class Published:
         return f"{self.layers[ours[: found.start()]]}.{ends[found[1]]}"
 
     def shape(self, ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape there of our array `ours`, which has this canonical shape."""
+        """The shape in the library of our array `ours`, which has the canonical shape `shape`."""
         shape = (shape[0], shape[3], *shape[1:3]) if len(shape) == 4 else shape
         num_axes = self.num_axes.get(ours, len(shape))
         assert set(shape[num_axes:]) <= {1}, ours
@@ -69,19 +70,22 @@ class Published:
         return np.ascontiguousarray(array).reshape(shape)
 
     def ours(self, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """The inverse of `theirs`. `shape`: our canonical one, whose first size may be another."""
+        """The inverse of `theirs`. `shape`: our canonical shape, whose first size may differ from the array's."""
         if len(shape) == 4:
             return self._turned(array.reshape(len(array), shape[3], *shape[1:3]).transpose(0, 2, 3, 1))
         return array.reshape(len(array), *shape[1:])
 
     def _turned(self, weight: np.ndarray) -> np.ndarray:
-        """A kernel (filters, rows, columns, channels) from our order of rows and columns to the library's, or back."""
-        # the copy has no negative strides, as a view of a 1x1 kernel has, which counts as contiguous all the same
+        """Convert a kernel (filters, rows, columns, channels) from our order of rows and columns to the library's
+        order, or back.
+        """
+        # copied, because a reversed view of a 1x1 kernel has negative strides, but counts as contiguous
         return weight[:, ::-1, ::-1].copy() if self.is_reversed else weight
 
     @cached_property
     def layer_names(self) -> tuple[frozenset[str], ...]:
-        """The names of all layers in each form of a file: ours, the library's, and Gluon's numbered ones."""
+        """The names of all layers in each form of a file: our names, the library's names, and Gluon's numbered names.
+        """
         counted = self.counted() if self.library == GLUON else ()
         return frozenset(self.layers), frozenset(self.layers.values()), frozenset(counted)
 

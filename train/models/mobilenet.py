@@ -2,7 +2,7 @@
 
 Sandler et al., 'MobileNetV2' (arXiv:1801.04381), table 2, and Howard et al., 'Searching for MobileNetV3'
 (arXiv:1905.02244), tables 1 and 2. mobilenet_v2, mobilenet_v3_large and mobilenet_v3_small are torchvision's;
-mobilenetv3_large_100 and mobilenetv3_small_100 are timm's, whose BatchNorms have another epsilon.
+mobilenetv3_large_100 and mobilenetv3_small_100 are timm's networks, whose BatchNorms have another epsilon.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from train.models.blocks import USUAL_NORM, Norm, SqueezeExcitation, divisible
 from train.models.inverted_residual import Block, Plan, network, timm_layers, torchvision_layers
 from train.models.libraries import TIMM, TORCHVISION, Published
 
-# Expansion, channels, blocks and the first block's stride of each stage.
+# For each stage: expansion, channels, number of blocks, stride of the first block.
 V2 = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
 
 # For each block by stage: kernel, channels inside, channels, squeeze-and-excitation?, activation, stride.
@@ -34,7 +34,7 @@ V3_SMALL: tuple[tuple[Row, ...], ...] = (
     ((5, 120, 48, True, HS, 1), (5, 144, 48, True, HS, 1)),
     ((5, 288, 96, True, HS, 2), *2 * ((5, 576, 96, True, HS, 1),)),
 )
-V3_NORM = Norm(eps=1e-3, momentum=0.99)  # torchvision/models/mobilenetv3.py
+V3_NORM = Norm(eps=1e-3, momentum=0.99)  # from torchvision/models/mobilenetv3.py
 
 
 def v2() -> Plan:
@@ -73,7 +73,6 @@ PLANS = {
 MODELS = {name: partial(network, plan) for name, plan in PLANS.items()}
 
 
-# --- the networks elsewhere ---
 
 
 def _torchvision_v2() -> Published:

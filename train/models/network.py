@@ -24,15 +24,16 @@ class Network:
     """A network for training.
 
     `symbol` has the inputs `data` (N, H, W, C), with C = 3, or 4 if the loader pads a zero channel, and `softmax_label`
-    (N,), class indices. Its output is class probabilities (N, num_classes). Its gradient is that of the mean cross
-    entropy over the batch; the target is 1 - label_smoothing for the right class and label_smoothing / (num_classes -
-    1) for each other class.
+    (N,), class indices. Its output is class probabilities (N, num_classes). Its gradient is the gradient of the mean
+    cross entropy over the batch; the target is 1 - label_smoothing for the right class and label_smoothing /
+    (num_classes - 1) for each other class.
     """
 
     name: str
     num_classes: int
     symbol: Symbol
-    # pixels, height and width: where the shapes of parameters depend on the size of the images, they are those for it
+    # height and width in pixels; if shapes of parameters depend on the size of the images, they are the shapes for this
+    # size
     image_size: int = 224
 
     def __str__(self) -> str:
@@ -47,7 +48,8 @@ class Network:
 
     @property
     def classifier(self) -> tuple[str, ...]:
-        """Names of the classifier's weight, and of its bias if it has one. They have a row or a value for each class.
+        """Names of the classifier's weight, and of its bias if it has one. Weight and bias have a row or a value for
+        each class.
         """
         return tuple(ref.node for ref in roles.classifier(self.graph).inputs[1:])
 
@@ -79,9 +81,10 @@ def init_params(symbol: Symbol, seed: int, channels: int = 3, zero_init_residual
     Convolutions: normal with variance 2 / fan_out (He et al., arXiv:1502.01852). Classifier and fully connected layers:
     normal with standard deviation 0.01. Biases: 0. Slopes of PReLU: 0.25, as in the paper of He et al. BatchNorm: beta
     0, gamma 1; with `zero_init_residual`, gamma is 0 in the last BatchNorm of each residual branch, so that a block
-    starts as its shortcut (classifier and gamma: Goyal et al., arXiv:1706.02677, section 5.1). A variable with one of
-    MXNet's initialisers Normal and Constant (`blocks.normal`, `blocks.constant`) has that instead. Each array depends
-    only on the seed and its own name. The weights of a fourth, padded input channel are 0 and get no gradient.
+    starts as its shortcut (classifier and gamma: Goyal et al., arXiv:1706.02677, section 5.1). A variable with MXNet's
+    initialiser Normal or Constant (`blocks.normal`, `blocks.constant`) uses this initialiser instead. Each array
+    depends only on the seed and the array's name. The weights of a fourth, padded input channel are 0 and get no
+    gradient.
     """
     graph = Graph.from_json(symbol.tojson())
     shapes, aux_shapes = value_shapes(graph, channels, image_size)
@@ -108,22 +111,23 @@ def init_params(symbol: Symbol, seed: int, channels: int = 3, zero_init_residual
 
 
 def value_shapes(graph: Graph, channels: int = 3, size: int = 224) -> tuple[Shapes, Shapes]:
-    """Shapes of a network's parameters and running statistics, canonical, by name, for images of that size in pixels.
-    """
+    """Shapes of a network's parameters and running statistics, canonical, by name, for images of `size` pixels."""
     shapes = graph.infer_shapes({"data": (1, size, size, channels), "softmax_label": (1,)})
     params = {name: shapes[Ref(name)] for name in graph.arguments if name not in ("data", "softmax_label")}
     return params, {name: shapes[Ref(name)] for name in graph.aux}
 
 
 def _initialiser(variable: Node) -> tuple[str, dict[str, Any]]:
-    """The name and the arguments of MXNet's initialiser that a variable has; "" without. Gluon may give a mere name."""
+    """The name and the arguments of a variable's MXNet initialiser; the name is "" if there is none. Gluon may store
+    only a name.
+    """
     text = variable.attrs.get("__init__", "")
     kind, arguments = json.loads(text) if text.startswith("[") else (text, {})
     return kind, arguments
 
 
 def _constant(use: Use) -> float:
-    """The initial value of a bias, of beta and of gamma."""
+    """The initial value of a bias, a beta or a gamma."""
     if use.node.op == "LeakyReLU":
         return 0.25
     return float(use.input == "gamma")

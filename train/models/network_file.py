@@ -26,9 +26,9 @@ from train.models import onnx_reader, plugged
 class NetworkOfFile:
     """A network from a file, as `plugins.Registered.made`.
 
-    graph: from the input `data`, images in NHWC, to the scores of the file's classes, which `classifier` makes.
-    `image_size`: pixels, height and width of the images; 0 if the file does not say it. `weights`: those that the file
-    has, by the names of the graph's variables, in the layout of the graph.
+    graph: from the input `data`, images in NHWC, to the scores of the file's classes. The layer `classifier` computes
+    the scores. `image_size`: pixels, height and width of the images; 0 if the file does not state the size. `weights`:
+    the weights in the file, by the names of the graph's variables, in the layout of the graph.
     """
 
     graph: Graph
@@ -43,13 +43,14 @@ class NetworkOfFile:
 
     @property
     def is_channels_first(self) -> bool:
-        """Whether its images are NCHW, and convolution weights OIHW."""
+        """Whether the file's images are NCHW, and its convolution weights OIHW."""
         return "OIHW" in passes.weight_layouts(self.graph).values()
 
 
 def register(file: str, content: bytes) -> None:
-    """Register the network of a file as a model. Raises UserError, naming operators and nodes, for one that this
-    program cannot train."""
+    """Register the network of a file as a model. Raises UserError, naming operators and nodes, for a network that this
+    program cannot train.
+    """
     if not plugins.is_name(Path(file).name):
         raise TrainError(f"{file}: the name of this file becomes the network's name, which may have only letters, "
                          "digits, '_', '-' and '.': rename the file")
@@ -73,7 +74,7 @@ def read_json(file: str, content: bytes) -> NetworkOfFile:
         shape = integers(graph["data"].attrs.get("__shape__", "()"))
     except (ValueError, SyntaxError, TypeError):
         raise TrainError(f"{file} has an invalid __shape__ for its data: write the file with symbol.save()") from None
-    size = max(shape[1:], default=0)  # the other length is the number of colours
+    size = max(shape[1:], default=0)  # the other dimension is the number of colours
     is_channels_last = len(shape) == 4 and shape[3] == 3 != shape[1]
     graph = passes.reading_nhwc(graph.rewrite(_plain), default="NHWC" if is_channels_last else "NCHW")
     return NetworkOfFile(graph, plugged.classifier(file, graph), size)
@@ -89,10 +90,12 @@ _READERS: Mapping[str, Callable[[str, bytes], NetworkOfFile]] = {".json": read_j
 
 
 def _plain(node: Node) -> Node | None:
-    """Variables without what MXNet noted about the arrays that they once had, and a Flatten where a Reshape is one."""
+    """Simplify a node: variables lose MXNet's notes about their former arrays, and a Reshape to (N, values) becomes a
+    Flatten.
+    """
     if node.is_variable:
         return node.replace(attrs={key: value for key, value in node.attrs.items() if key == roles.RATE_FACTOR})
-    if node.op == "Reshape" and len(node["shape"]) == 2:  # to (N, values)
+    if node.op == "Reshape" and len(node["shape"]) == 2:  # a Reshape to (N, values)
         return Node("Flatten", node.name, node.inputs)
     return None
 

@@ -1,6 +1,6 @@
-"""Networks that others have written, in our form: NHWC, the loss at the end, made of operators that passes and
-executors know. They come from plug-ins, from files (`network_file`) and from Gluon's model zoo (`gluon_zoo`), as
-Symbols, Gluon blocks or graphs, in NCHW or NHWC.
+"""Converts networks of other origin to our form: NHWC, the loss at the end, only operators that passes and executors
+know. The networks come from plug-ins, from files (`network_file`) and from Gluon's model zoo (`gluon_zoo`), as Symbols,
+Gluon blocks or graphs, in NCHW or NHWC.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from train.models.network import Symbol
 
 # The parameters of a plug-in's network must not depend on the size of the images.
 SIZES = (224, 256)  # pixels
-PARAMETERS = ("weight", "bias", "gamma", "beta", "moving_mean", "moving_var")  # roles of inputs
-LOSS_OPERATORS = ("SoftmaxOutput", "Softmax", "softmax", "SoftmaxActivation")  # after the scores
+PARAMETERS = ("weight", "bias", "gamma", "beta", "moving_mean", "moving_var")  # roles of inputs that are parameters
+LOSS_OPERATORS = ("SoftmaxOutput", "Softmax", "softmax", "SoftmaxActivation")  # operators that may follow the scores
 COUNTS = {"FullyConnected": "num_hidden", "Convolution": "num_filter"}  # the attribute with the number of outputs
-# What may stand between a classifier that is a convolution and its scores: one number for each class in, and out.
+# Operators that may stand between a convolution as classifier and the scores. They read and write one number for each
+# class.
 AFTER_CONVOLUTION = ("Activation", "relu", "Pooling", "mean", "Flatten", "Dropout")
 
 
@@ -39,18 +40,16 @@ def build(plugin: Registered, size: int, num_classes: int, label_smoothing: floa
 
 
 def fresh_names() -> contextlib.AbstractContextManager[Any]:
-    """Inside, layers without a name get the same one whenever they are made."""
+    """A context in which unnamed layers always get the same names."""
     return mx.name.NameManager()  # type: ignore[no-any-return]  # counts from 0
 
 
 def in_our_form(what: str, network: Symbol | Graph, num_classes: int, size: int) -> Graph:
     """The graph in NHWC from the images to the scores of its classes.
 
-    Args:
-        what: the network, for messages.
-        network: reads `data`, in NCHW or NHWC, and ends in the scores (N, num_classes) or in a softmax of them.
-        num_classes: number of its classes.
-        size: height and width, in pixels, of images that it fits.
+    Args: what: the network, for messages. network: reads `data`, in NCHW or NHWC, and ends in the scores (N,
+        num_classes) or in a softmax of them. num_classes: number of the network's classes. size: height and width, in
+        pixels, of images that the network accepts.
 
     Raises UserError if it is not a network that this program can train.
     """
@@ -69,7 +68,7 @@ def with_loss(graph: Graph, label_smoothing: float) -> Symbol:
 
 
 def without_loss(what: str, graph: Graph) -> Graph:
-    """The graph up to its scores, if it ends in their softmax. Raises UserError for a softmax that is none of them."""
+    """The graph up to the scores, if it ends in a softmax of the scores. Raises UserError for any other softmax."""
     end = graph[graph.outputs[0].node]
     if len(graph.outputs) != 1 or end.op not in LOSS_OPERATORS:
         return graph
@@ -81,14 +80,14 @@ def without_loss(what: str, graph: Graph) -> Graph:
 
 
 def known_operators() -> list[str]:
-    """The operators that a network may be made of, under MXNet's names."""
+    """The operators that a network may contain, under MXNet's names."""
     return sorted(name for name, each in OPERATORS.items() if name not in LOSSES and not each.fused
                   and (each.gradient or each.numpy_gradient)
                   and (hasattr(mx.sym, name) or hasattr(mx.sym._internal, name)))
 
 
 def _symbol(plugin: Registered, made: Any) -> Symbol:
-    """What a plug-in's function has returned, as a Symbol."""
+    """The return value of a plug-in's function, as a Symbol."""
     if isinstance(made, mx.gluon.HybridBlock):
         return plugins.call(plugin, mx.sym.Variable("data"), what=made)
     what = f"the model {plugin.name} ({plugin.place})"
@@ -118,7 +117,7 @@ def check_operators(what: str, graph: Graph) -> None:
 
 
 def classifier(what: str, graph: Graph) -> Node:
-    """The layer that makes the scores in which a graph ends. Raises UserError if it ends in something else."""
+    """The layer that computes the scores in which a graph ends. Raises UserError if the graph ends in another layer."""
     end = graph[graph.outputs[0].node]
     node = end
     while node.op in AFTER_CONVOLUTION:
@@ -140,12 +139,14 @@ def _check_classes(what: str, graph: Graph, num_classes: int) -> None:
 
 
 def num_scores(classifier: Node) -> int:
-    """How many classes a classifier has."""
+    """The number of classes of a classifier."""
     return int(classifier[COUNTS[classifier.op]])
 
 
 def _checked(what: str, graph: Graph, size: int) -> Graph:
-    """The graph. Raises UserError unless it fits images of that size, and each variable is a parameter of a layer."""
+    """The graph. Raises UserError unless the graph accepts images of `size` pixels, and each variable is a parameter of
+    a layer.
+    """
     for name, use in roles.uses(graph).items():
         if name != "data" and use.input not in PARAMETERS:
             raise TrainError(f"{what} has the variable {name}, which is neither data nor a parameter of a layer: leave "
@@ -172,8 +173,9 @@ def _in_nhwc(graph: Graph) -> Graph:
 
 
 def _whole_windows(graph: Graph, size: int) -> frozenset[str]:
-    """The poolings of a graph in NHWC whose window is the whole of their input, for images of that size. Global pooling
-    is the same for these, and fits images of other sizes too."""
+    """The names of poolings whose window covers their whole input, for images of `size` pixels, in a graph in NHWC.
+    Global pooling gives equal results for this size, and also accepts images of other sizes.
+    """
     shapes = graph.infer_shapes({"data": (1, size, size, 3)})
     return frozenset(
         node.name for node in graph if node.op == "Pooling" and node["layout"] == "NHWC" and not node["global_pool"]

@@ -21,12 +21,12 @@ STEM = 32  # channels
 
 
 class Design(NamedTuple):
-    """The numbers that a network follows from. Block j is ideally `width + slope * j` channels wide."""
+    """The numbers that determine a network. Block j is ideally `width + slope * j` channels wide."""
 
     depth: int
     width: int
     slope: float
-    step: float  # by which the widths of stages differ, as a factor
+    step: float  # factor between the possible widths of stages
     group_width: int
 
 
@@ -46,7 +46,8 @@ DESIGNS = {
     "regnet_y_16gf": Design(18, 200, 106.23, 2.48, 112),
     "regnet_y_32gf": Design(20, 232, 115.89, 2.53, 232),
 }
-# timm's names of torchvision's networks; where timm had another network of a size first, ours has _tv there.
+# timm's names of torchvision's networks; if timm had another network of this size before, timm's name of torchvision's
+# network ends in _tv.
 TIMM_NAMES = {
     "regnet_x_400mf": "regnetx_004_tv", "regnet_x_800mf": "regnetx_008", "regnet_x_1_6gf": "regnetx_016",
     "regnet_x_3_2gf": "regnetx_032", "regnet_x_8gf": "regnetx_080", "regnet_x_16gf": "regnetx_160",
@@ -86,8 +87,8 @@ class Block(NamedTuple):
 def stages(design: Design) -> list[tuple[int, int, int]]:
     """Width, number of blocks and group width of each stage.
 
-    Ideal widths are rounded to width * step ** n, then to a multiple of 8, then to one of the group width; blocks of
-    one width are a stage (section 4, equations 2 to 4).
+    Ideal widths are rounded to width * step ** n, then to a multiple of 8, then to a multiple of the group width.
+    Blocks of equal width form a stage (section 4, equations 2 to 4).
     """
     ideal = design.width + design.slope * np.arange(design.depth)
     exponents = np.rint(np.log(ideal / design.width) / np.log(design.step))
@@ -123,7 +124,6 @@ def regnet(name: str, num_classes: int = 1000, label_smoothing: float = 0.0) -> 
     return head(x, num_classes, label_smoothing)
 
 
-# --- the networks elsewhere ---
 
 
 def _torchvision(name: str) -> Published:

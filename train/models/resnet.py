@@ -1,7 +1,7 @@
-"""ResNet v1.5, and what other families of residual networks share with it.
+"""ResNet v1.5, and code that other families of residual networks share.
 
-He et al., 'Deep Residual Learning for Image Recognition' (arXiv:1512.03385). In v1.5 the stride of a bottleneck is in
-its 3x3 convolution, not in the first 1x1 convolution, as in torchvision and NVIDIA's examples.
+He et al., 'Deep Residual Learning for Image Recognition' (arXiv:1512.03385). In v1.5, as in torchvision and NVIDIA's
+examples, the stride of a bottleneck is in its 3x3 convolution, not in the first 1x1 convolution.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BLOCKS_PER_STAGE = {
     152: (3, 8, 36, 3),
 }
 FIRST_WIDTH = 64  # channels of the stem and of the first stage's convolutions; each stage doubles them
-FIRST_BOTTLENECK_DEPTH = 50  # below, a block is two 3x3 convolutions; from here on 1x1, 3x3, 1x1
+FIRST_BOTTLENECK_DEPTH = 50  # from this depth on, a block has convolutions of 1x1, 3x3 and 1x1; below, two of 3x3
 
 
 def stem(x: Symbol) -> Symbol:
@@ -53,15 +53,11 @@ def resnet(depth: int, num_classes: int = 1000, label_smoothing: float = 0.0, *,
            squeeze: Callable[[int], SqueezeExcitation] | None = None) -> Symbol:
     """The training Symbol of a residual network, with the inputs and the output of `Network`.
 
-    Args:
-        depth: 18, 34, 50, 101 or 152.
-        num_classes: number of outputs.
-        label_smoothing: of the loss.
-        groups: of the 3x3 convolutions of bottlenecks.
-        group_width: channels per group in the first stage, by default FIRST_WIDTH; each stage doubles them.
-        stem, pool, projection: functions for the layers before the max pooling, for the max pooling, and for shortcuts
-            that are not the identity.
-        squeeze: squeeze-and-excitation at the end of a branch with so many channels; None: without.
+    Args: depth: 18, 34, 50, 101 or 152. num_classes: number of outputs. label_smoothing: label smoothing of the loss.
+        groups: groups of the 3x3 convolutions of bottlenecks. group_width: channels per group in the first stage, by
+        default FIRST_WIDTH; each stage doubles them. stem, pool, projection: functions for the layers before the max
+        pooling, for the max pooling, and for shortcuts that are not the identity. squeeze: gives squeeze-and-excitation
+        at the end of a branch, from the number of channels; None: no squeeze-and-excitation.
     """
     x = pool(stem(mx.sym.Variable("data")), "stem_pool")
     for block in blocks(depth, groups, group_width):
@@ -79,7 +75,7 @@ class Block(NamedTuple):
 
     name: str
     branch: list[Layer]
-    projects: bool  # its shortcut is a projection, because the number of channels or the size changes
+    projects: bool  # whether the shortcut is a projection, because the number of channels or the size changes
 
     @property
     def filters(self) -> int:
@@ -146,7 +142,7 @@ def gluon_names(depth: int) -> Published:
     for stage, number, block in numbered_blocks(depth):
         theirs = f"features.{stage + 3}.{number}"
         for layer in range(1, len(block.branch) + 1):
-            place = 3 * (layer - 1)  # each has three: convolution, BatchNorm, ReLU
+            place = 3 * (layer - 1)  # each layer takes three places: convolution, BatchNorm, ReLU
             names |= {f"{block.name}_conv{layer}": f"{theirs}.body.{place}",
                       f"{block.name}_bn{layer}": f"{theirs}.body.{place + 1}"}
         if block.projects:

@@ -1,8 +1,8 @@
 """Pre-activation ResNet: BatchNorm and ReLU come before each convolution, and nothing follows the sum of a block.
 
 He et al., 'Identity Mappings in Deep Residual Networks' (arXiv:1603.05027), with the stride of a bottleneck in its 3x3
-convolution. As in Gluon, but without Gluon's BatchNorm of the images, because the loader normalises them. Branches do
-not end in a BatchNorm, so there is no gamma that could start at 0.
+convolution. The networks are Gluon's, but without Gluon's BatchNorm of the images, because the loader normalises
+images. Branches do not end in a BatchNorm, so there is no gamma that could start at 0.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """ResNeXt: the 3x3 convolution of each bottleneck is grouped, and has more channels in return.
 
 Xie et al., 'Aggregated Residual Transformations for Deep Neural Networks' (arXiv:1611.05431). 32x4d means 32 groups of
-4 channels in the first stage. As in torchvision.
+4 channels in the first stage. The networks are torchvision's.
 """
 
 from functools import partial

@@ -1,7 +1,8 @@
 """SE-ResNet: ResNet v1.5 with squeeze-and-excitation at the end of each branch; and ResNet-RS.
 
 Hu et al., 'Squeeze-and-Excitation Networks' (arXiv:1709.01507), and Bello et al., 'Revisiting ResNets'
-(arXiv:2103.07579), which has ResNet-D's stem and shortcuts, and a convolution in place of the max pooling. As in timm.
+(arXiv:2103.07579), which has ResNet-D's stem and shortcuts, and a convolution in place of the max pooling. The networks
+are timm's.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ RS_DEPTHS = (50, 101, 152)
 
 
 def squeeze_16(channels: int) -> SqueezeExcitation:
-    """SE-ResNet's: a sixteenth of the channels, at least 8 (timm/layers/squeeze_excite.py)."""
+    """SE-ResNet's squeeze-and-excitation: a sixteenth of the channels, at least 8 (timm/layers/squeeze_excite.py)."""
     return SqueezeExcitation(max(8, channels // 16))
 
 
 def squeeze_4(channels: int) -> SqueezeExcitation:
-    """ResNet-RS's: a quarter of the channels."""
+    """ResNet-RS's squeeze-and-excitation: a quarter of the channels."""
     return SqueezeExcitation(channels // 4)
 
 
 def pool(x: Symbol, name: str) -> Symbol:
-    """ResNet-RS's, in place of the max pooling: a 3x3 convolution of stride 2."""
+    """ResNet-RS's replacement for the max pooling: a 3x3 convolution of stride 2."""
     return conv_bn(x, name, "", Layer(resnet.FIRST_WIDTH, 3, 2), act="relu")
 
 

@@ -11,7 +11,7 @@ from pipelines.options import MAX_CLASSES, SAMPLES, FirstLabel, GroupBy, Labels
 from pipelines.transform import Augmentation, CentreCrop, Normalisation, SizeLimit
 
 SYNTHETIC = "synthetic"  # value of `data` for generated images
-MAX_THREADS = 1024  # of a loader; the system limits the threads of a process
+MAX_THREADS = 1024  # most threads of a loader; the system limits the threads of a process
 MIN_IMAGE_SIZE = 32  # pixels; the network halves the image five times
 MAX_IMAGE_SIZE = 8192  # pixels; one image of this size in float32 is 0.8 GB
 
@@ -130,7 +130,7 @@ LIMITS: dict[str, Limit] = {
                     (lambda value: value == 0 or MIN_IMAGE_SIZE <= value <= MAX_IMAGE_SIZE,
                      f"0, or from {MIN_IMAGE_SIZE} to {MAX_IMAGE_SIZE}")),
     "resize_epochs": (lambda value: 0 <= value[0] <= value[1], "two numbers of epochs from 0 on, the smaller first"),
-    # Beta(100, 100) is 0.5 +/- 0.035: with larger values every image would be half of each
+    # Beta(100, 100) is 0.5 +/- 0.035: with larger values both images would have equal shares
     **dict.fromkeys(("mixup", "cutmix"), between(0, 100)),
     **dict.fromkeys(("cutmix_share", "balance"), FRACTION),
     "repeated_augmentation": (lambda value: value == 0 or value >= 2, "0, or at least 2"),

@@ -26,5 +26,5 @@ def shown(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, float):
-        return str(float(f"{value:.12g}"))  # prints 0.2 * 3 as 0.6
+        return str(float(f"{value:.12g}"))  # rounded so that 0.2 * 3 is shown as 0.6
     return " ".join(map(shown, value)) if isinstance(value, tuple) else str(value)

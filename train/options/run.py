@@ -11,8 +11,8 @@ from common.limits import AT_LEAST_1, FRACTION, NOT_NEGATIVE, Limit, between
 DEFAULT_PRESET = "cpu_sample"
 FINE_TUNING_PRESET = "finetune"  # for runs with --weights
 LIST_PRESETS = "?"  # value of `config` that lists the presets
-MAX_EPOCHS = 100_000  # the image sizes of all epochs are computed at the start
-MAX_BN_GROUP = 16  # GPUs; the limit of the kernels by which they exchange statistics
+MAX_EPOCHS = 100_000  # limited because the image sizes of all epochs are computed at the start
+MAX_BN_GROUP = 16  # GPUs; a limit of the kernels that exchange statistics
 
 
 @dataclass(frozen=True)

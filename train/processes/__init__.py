@@ -11,10 +11,9 @@ In the launcher, which starts the processes:
 
 In each process:
 
-    distributed, allreduce      communication with the other processes, above all of gradients
-    pulse                       the state that the process shows the launcher, which `watch` reads
-    elastic                     the sessions of an elastic run; a new one begins after each loss
-    horovod_mxnet               Horovod's import
+    distributed, allreduce communication with the other processes, mostly of gradients pulse the state that the process
+    shows the launcher, which `watch` reads elastic the sessions of an elastic run; a new one begins after each loss
+    horovod_mxnet Horovod's import
 
 In both:
 

@@ -1,7 +1,7 @@
 // Horovod's all-reduce of GPU memory, used as its PyTorch binding does; Horovod's MXNet binding cannot do this. A
 // buffer is submitted before it is computed, together with the CUDA event of its completion. Meanwhile Horovod's
-// processes agree on it, and NCCL's kernel is enqueued behind the event long before the event fires. No host thread is
-// involved between the gradient, the all-reduce and the optimizer.
+// processes agree on the all-reduce, and NCCL's kernel is enqueued behind the event long before the event fires. No
+// host thread is involved between the gradient, the all-reduce and the optimizer.
 //
 // scripts/build_horovod.py compiles this file with the Horovod that it builds; allreduce.py calls it.
 #include <condition_variable>
@@ -50,7 +50,7 @@ private:
   cudaEvent_t event_;
 };
 
-// Memory in which Horovod combines several buffers, if HOROVOD_FUSION_THRESHOLD allows it.
+// Memory in which Horovod combines several buffers, if HOROVOD_FUSION_THRESHOLD allows this.
 class Joined : public PersistentBuffer {
 public:
   Joined(int device, int64_t num_bytes) {
@@ -88,13 +88,13 @@ private:
   int device_;
 };
 
-// A buffer that is all-reduced in every step, and the state of its latest all-reduce. It is never freed, because
+// A buffer that is all-reduced in every step, and the state of its latest all-reduce. A slot is never freed, because
 // Horovod may still call back.
 struct Slot {
   std::mutex mutex;
   std::condition_variable changed;
   bool busy = false;
-  std::string error;  // error of the latest all-reduce; empty without one
+  std::string error;  // error of the latest all-reduce; empty if it succeeded
 
   void finish(const std::string& what) {
     std::lock_guard<std::mutex> guard(mutex);
@@ -111,8 +111,8 @@ extern "C" {
 Slot* allreduce_slot() { return new Slot; }
 
 // Begin replacing `num_elements` values at `data` by their mean over all processes. `device`: a GPU's number, or -1 for
-// host memory, which has no events. `ready`: a cudaEvent_t, already recorded, behind which the values are computed.
-// `done`: a cudaEvent_t that is recorded behind the all-reduce when allreduce_wait returns.
+// host memory, which has no events. `ready`: a cudaEvent_t, already recorded, that fires when the values are computed.
+// `done`: a cudaEvent_t, recorded by the time allreduce_wait returns, that fires when the all-reduce is done.
 void allreduce_start(Slot* slot, const char* name, void* data, int64_t num_elements, int is_float16, int device,
                      void* ready, void* done) {
   slot->busy = true;

@@ -5,9 +5,9 @@
     all_reduce.finish()
     executor.optimizer.step(learning_rate)  # waits on the GPU for the mean; the host does not
 
-Horovod's own MXNet functions contact the other processes only after a gradient has been computed, and later work can
-only be launched after its mean has arrived. Each step pays for both on the host. allreduce.cc submits a bucket before
-it is computed, with the CUDA event of its completion, as Horovod's PyTorch functions do.
+Horovod's own MXNet functions contact the other processes only after a gradient has been computed, and work that reads
+the mean can only be launched after the mean has arrived. Both cost host time in each step. allreduce.cc submits a
+bucket before it is computed, with the CUDA event of its completion, as Horovod's PyTorch functions do.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from graph_passes.executors.cuda.buckets import Bucket
     from graph_passes.executors.cuda.executor import CudaExecutor
 
-LIBRARY = "bucket_allreduce.so"  # in the folder of Horovod's library, which it links
+LIBRARY = "bucket_allreduce.so"  # file in the folder of Horovod's library, to which it is linked
 ON_HOST = -1
 
 
@@ -38,7 +38,7 @@ class BucketAllReduce:
         """
         self._executor, self._device_id = executor, device_id
         self._library = load_library(on_gpu=device_id != ON_HOST)
-        self._slots: dict[str, Any] = {}  # bucket's name -> its slot in allreduce.cc
+        self._slots: dict[str, Any] = {}  # bucket's name -> the bucket's slot in allreduce.cc
         self._started: list[Bucket] = []
         self._passes = 0
         pulse.follow_device(executor.passes_shown)
@@ -51,8 +51,9 @@ class BucketAllReduce:
         return f"gradients averaged by Horovod beside the backward pass, in buckets: {buckets}"
 
     def start(self, bucket: Bucket) -> None:
-        """Start replacing the bucket's gradients by their mean over all processes, once `bucket.ready` fires. Does not
-        wait."""
+        """Start replacing the bucket's gradients by their mean over all processes, as soon as `bucket.ready` fires.
+        Does not wait.
+        """
         if bucket.name not in self._slots:
             self._slots[bucket.name] = self._library.allreduce_slot()
         self._library.allreduce_start(
@@ -75,8 +76,9 @@ class BucketAllReduce:
                 raise _internal_error(f"the all-reduce of gradients ({bucket.name}) failed: {fault.decode()}")
 
     def finish(self) -> None:
-        """Make the executor's later GPU work wait for the means. If no bucket has been started, all are started first.
-        Waits and raises as `wait` does; the buckets need not be computed yet."""
+        """Make the executor's later GPU work wait for the means. If no bucket has been started, all buckets are started
+        first. Waits and raises like `wait`; the gradients need not be computed yet.
+        """
         pulse.begin_collective()
         if not self._started:
             self._executor.hand_over(self.start)
@@ -89,7 +91,7 @@ class BucketAllReduce:
 
 
 def _internal_error(text: str) -> Exception:
-    from horovod.common.exceptions import HorovodInternalError  # the exception that Horovod's elastic mode handles
+    from horovod.common.exceptions import HorovodInternalError  # Horovod's elastic mode handles this exception
 
     error: Exception = HorovodInternalError(text)
     return error
@@ -97,7 +99,9 @@ def _internal_error(text: str) -> Exception:
 
 @functools.cache
 def load_library(on_gpu: bool) -> Any:
-    """The compiled allreduce.cc. Raises TrainError if it is missing, does not fit, or Horovod lacks NCCL."""
+    """The compiled allreduce.cc. Raises TrainError if the library is missing or does not match, or if Horovod lacks
+    NCCL.
+    """
     from train.processes.horovod_mxnet import hvd
 
     if on_gpu and not hvd.nccl_built():

@@ -1,7 +1,7 @@
 """Communication of several processes through Horovod: Gloo between CPUs, NCCL between GPUs, with the same calls.
 
 A process started on its own never imports Horovod. Under `scripts/dgx1_8gpu.sh` (or horovodrun), each process is one
-rank, and only rank 0 writes files and prints. docs/multi_gpu.md says how the pieces work together.
+rank, and only rank 0 writes files and prints. docs/multi_gpu.md explains how the parts work together.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 LOST_PROCESS = re.compile("horovod|gloo|nccl|by peer|broken pipe|timed out waiting", re.IGNORECASE)
 BUCKET_BYTES = 25 * 2**20  # approximate size of a group of gradients that are averaged together
 
-# Horovod's settings where the environment has none; docs/multi_gpu.md has the reasons.
+# Defaults of Horovod's environment variables; docs/multi_gpu.md gives the reasons.
 HOROVOD_SETTINGS = {
     "HOROVOD_CYCLE_TIME": "1",  # ms between two checks for new operations
     "HOROVOD_FUSION_THRESHOLD": "0",  # off: gradients already come in buckets
@@ -51,7 +51,7 @@ class GradientAllReduce(Protocol):
 
     @property
     def description(self) -> str:
-        """How gradients are averaged, for the log."""
+        """A description for the log of how gradients are averaged."""
 
     @property
     def start(self) -> Callable[[Any], None] | None:
@@ -66,11 +66,12 @@ class Workers:
     order."""
 
     def __init__(self) -> None:
-        """Connect to the other processes. Raises LostProcessError if another one is lost meanwhile;
-        HorovodInternalError in an elastic run."""
+        """Connect to the other processes. If another process is lost meanwhile, raises LostProcessError, or
+        HorovodInternalError in an elastic run.
+        """
         self.size, self.rank, self.local_rank, self.local_size = 1, 0, 0, 1
         self._hvd: Any = None
-        # Subject -> the latest `vote` about it: its all-reduce, still running, and the answer so far.
+        # Subject -> the latest `vote` on the subject: the all-reduce, which may still run, and its answers.
         self._votes: dict[str, tuple[Any, list[bool]]] = {}
         if is_of_several():
             self._hvd = _import_horovod(int(os.environ["HOROVOD_SIZE"]))
@@ -87,11 +88,11 @@ class Workers:
 
     @property
     def alone(self) -> bool:
-        """Whether this is the only process, so that Horovod is not imported."""
+        """Whether this is the only process. Horovod is then not imported."""
         return self._hvd is None
 
     def describe(self, all_reduce: GradientAllReduce) -> str:
-        """How the processes communicate, for the log."""
+        """A description for the log of how the processes communicate."""
         settings = " ".join(f"{name}={os.environ[name]}" for name in HOROVOD_SETTINGS if name in os.environ)
         return f"{self.size} process{'es' * (self.size > 1)}; {all_reduce.description}; {settings}"
 
@@ -105,7 +106,7 @@ class Workers:
         return _ArrayAllReduce(self, executor)
 
     def bucket_all_reduce(self, executor: CudaExecutor) -> BucketAllReduce:
-        """As `gradient_all_reduce`, on GPUs: averages each bucket during the backward pass."""
+        """Like `gradient_all_reduce`, for GPUs: averages each bucket during the backward pass."""
         with self.agreement():
             return BucketAllReduce(executor, self.local_rank)
 
@@ -158,8 +159,8 @@ class Workers:
         """For each request, whether any rank has made it; all ranks get the same answer at the same step.
 
         With several ranks the answer belongs to the previous call with the same `about`: its all-reduce has run beside
-        a training step, so nobody waits for it. A yes also answers the requests of its own call, which were made before
-        the answer was known; therefore the next answer to them is no.
+        a training step, so no rank waits for it. A yes also answers the requests of the call that returns it, because
+        these were made before the answer was known; the next answer to these requests is therefore no.
         """
         if not self._hvd:
             return list(requests)
@@ -182,8 +183,9 @@ class Workers:
 
     @contextlib.contextmanager
     def agreement(self) -> Iterator[None]:
-        """Inside, a user's error on any rank is raised as the same TrainError on all ranks, so that none waits
-        forever."""
+        """A context in which a user's error on any rank is raised as one TrainError on all ranks, so that no rank waits
+        forever.
+        """
         mistake = None
         try:
             yield
@@ -195,7 +197,8 @@ class Workers:
         mistakes = [(name, sentence) for name, sentence in found if sentence]
         if mistakes:
             name, sentence = mistakes[0]
-            is_own = name and len(mistakes) < len(found)  # of this machine, which the sentence then names
+            # the mistake concerns this machine only, so the sentence names the machine
+            is_own = name and len(mistakes) < len(found)
             raise TrainError(f"on {name}: {sentence}" if is_own else sentence, on_all_ranks=True)
 
 
@@ -213,8 +216,9 @@ class _ArrayAllReduce:
 
 
 class _Flat:
-    """A buffer for several fp32 arrays end to end. It makes one message of many, and has a plain layout: with oneDNN an
-    array may be in a blocked layout, which Horovod does not understand."""
+    """A buffer for several fp32 arrays end to end. The buffer combines many messages into one. It also has a plain
+    layout: with oneDNN an array may be in a blocked layout, which Horovod does not understand.
+    """
 
     def __init__(self, arrays: Sequence[Any]) -> None:
         self.array = mx.nd.empty((sum(array.size for array in arrays),), ctx=arrays[0].context)

@@ -1,12 +1,12 @@
 """Elastic runs: training continues when processes are lost or join, through Horovod's elastic mode.
 
 Horovod's part (horovod.common.elastic) is to notice a change and to call `sync` and the session again in every process.
-Our part is `RunState`, which Horovod has for other frameworks but not for MXNet, and new ranks on a single machine
-(elastic_launch.py; over several machines horovodrun assigns them). A session is an ordinary run that starts from a
-checkpoint, except that the checkpoint is in memory: the last commit, made every `--commit-every` steps. A change
+Our part has two pieces: `RunState`, which Horovod has for other frameworks but not for MXNet, and new ranks on a single
+machine (elastic_launch.py; over several machines horovodrun assigns ranks). A session is an ordinary run that starts
+from a checkpoint, except that the checkpoint is in memory: the last commit, made every `--commit-every` steps. A change
 therefore costs the steps since that commit, plus the cost of a resumed run. The rules for resuming with another number
 of processes apply: the batch per process stays, the learning rate follows the global batch, and no image occurs twice
-in an epoch (RunState.restore in train/run_state.py). More in docs/elastic.md.
+in an epoch (RunState.restore in train/run_state.py). docs/elastic.md explains more.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Member(NamedTuple):
 
     host: str
     pid: int
-    knows: bool  # whether it knows the run's state
+    knows: bool  # whether the process knows the run's state
     commits: int  # number of commits so far
-    fault: str  # the error that has ended its latest session; "" if there was none
+    fault: str  # the error that ended the process's latest session; "" if there was none
 
     @property
     def place(self) -> tuple[str, int]:
@@ -50,14 +50,16 @@ class Member(NamedTuple):
 
 class RunState(State):  # type: ignore[misc]  # Horovod is untyped
     """The state that a process carries from one session to the next. `commit()` keeps the trainer's state in memory,
-    then checks whether processes have come or gone. If so, all raise HostsUpdatedInterrupt, which ends the session."""
+    then checks whether processes have come or gone. In this case all processes raise HostsUpdatedInterrupt, which ends
+    the session.
+    """
 
     def __init__(self) -> None:
         super().__init__(bcast_object=_broadcast, get_rank=hvd.rank)
-        self.beginning: Any = None  # the next session's `Beginning`; None: as the first session's
+        self.beginning: Any = None  # the next session's `Beginning`; None: the beginning of the first session
         # kept for the next session, because its batch size stays and compiled steps are reused
         self.executor: Executor | None = None
-        self.capture: Callable[[], Checkpoint]  # the session's trainer's method
+        self.capture: Callable[[], Checkpoint]  # method of the session's trainer
         self.fault = ""  # see `Member`
         self.members: list[Member] = []  # members of the latest session, by rank
 
@@ -71,14 +73,16 @@ class RunState(State):  # type: ignore[misc]  # Horovod is untyped
             self.on_hosts_updated(time.time(), HostUpdateResult.added)
 
     def restore(self) -> None:
-        """Called by Horovod when a fault has ended a session. Only records the fault: the next session starts from
-        `beginning` in any case."""
+        """Record the fault that has ended a session; Horovod calls this. Nothing else is restored: the next session
+        starts from `beginning` in any case.
+        """
         # the last line of an MXNet trace is the message
         self.fault = str(sys.exc_info()[1]).strip().rpartition("\n")[2]
 
     def sync(self) -> None:
-        """Give a process that joins the run's state, from the first process that knows it. Also reports how the run
-        continues after a fault. Raises TrainError, like `run`."""
+        """Give the run's state to processes that join. The state comes from the first process that knows it. Also
+        reports how the run continues after a fault. Raises TrainError, like `run`.
+        """
         with _losses_named():
             own = Member(socket.gethostname(), os.getpid(), self.beginning is not None, pulse.commits, self.fault)
             before, self.members, self.fault = self.members, _gather(own), ""
@@ -95,8 +99,9 @@ class RunState(State):  # type: ignore[misc]  # Horovod is untyped
 
 
 def _what_happened(before: Sequence[Member], now: Sequence[Member]) -> str:
-    """The fault that has ended the session of `before`; "" if there was none, or if our launcher reports it. Raises
-    TrainError, like `run`."""
+    """The fault that has ended the session of `before`; "" if there was none, or if our launcher reports the fault.
+    Raises TrainError, like `run`.
+    """
     fault = next((member.fault for member in now if member.fault), "")
     if not fault:
         return ""
@@ -162,9 +167,10 @@ def run(session: Callable[[RunState], None]) -> None:
 
 
 def _join(attempts: int = 3) -> dict[int, str]:
-    """Become one of the launcher's current processes. Returns the sockets opened for that, by descriptor. Raises
-    LostProcessError if they cannot connect."""
-    if pulse.is_watched:  # under our own launcher; under horovodrun, Horovod assigns ranks
+    """Join the launcher's current processes. Returns the sockets opened for this, by descriptor. Raises
+    LostProcessError if the processes cannot connect.
+    """
+    if pulse.is_watched:  # our own launcher assigns ranks here; under horovodrun, Horovod assigns ranks
         rank, size = map(str, pulse.wait_for_place())
         os.environ.update(HOROVOD_RANK=rank, HOROVOD_SIZE=size, HOROVOD_CROSS_RANK=rank, HOROVOD_CROSS_SIZE=size)
     before = _sockets()
@@ -190,11 +196,11 @@ def _sockets() -> dict[int, str]:
 
 
 def _hang_up(connections: dict[int, str]) -> None:
-    """Close the connections to the other processes, which would otherwise wait for this one until Gloo's time-out of 30
-    s.
+    """Close the connections to the other processes, which would otherwise wait for this process until Gloo's time-out
+    of 30 s.
 
-    After an error Horovod keeps the connections open, and only the processes that talked to the lost one notice it at
-    once.
+    After an error Horovod keeps the connections open, and only the processes that communicated with the lost process
+    notice the loss at once.
     """
     still_open = _sockets()
     for number, name in connections.items():

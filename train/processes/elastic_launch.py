@@ -1,11 +1,12 @@
-"""Starts the processes of an elastic run on this machine, and assigns new ranks whenever one is lost or comes back.
+"""Starts the processes of an elastic run on this machine, and assigns new ranks whenever a process is lost or comes
+back.
 
-elastic.py has the processes' side. Needs Horovod, but not its driver, which waits forever for a process that hangs, and
-until Gloo's time-out if a process is lost while the others connect.
+elastic.py is the counterpart in the processes. This module needs Horovod, but not Horovod's driver. The driver waits
+forever for a process that hangs, and waits until Gloo's time-out if a process is lost while the others connect.
 
 Before a process connects to the others, it waits (`Pulse.wait_for_place`, "at the door"). When all remaining processes
-wait there, they get their ranks and connect together, as a new generation. A process that is lost before it waits is
-not waited for.
+wait at the door, they get their ranks and connect together, as a new generation. Nobody waits for a process that is
+lost before it reaches the door.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from train.processes.worker import (
     on_this_machine,
 )
 
-LONGEST_COOLDOWN = 3600.0  # seconds
+LONGEST_COOLDOWN = 3600.0  # longest cooldown in seconds
 
 
 class ElasticRun:
@@ -46,11 +47,11 @@ class ElasticRun:
         self._server = RendezvousServer()
         self._environment = {**on_this_machine(hang_seconds), "HOROVOD_ELASTIC": "1"}
         self._generation = 0
-        self._members: list[Worker] = []  # the latest generation, by rank
+        self._members: list[Worker] = []  # processes of the latest generation, by rank
         self._ended: list[Worker] = []  # processes whose end has been handled
         self._hung: dict[int, str] = {}  # process id -> message, for processes that hung and were killed
-        self._losses = [0] * len(slots)  # index: slot
-        self._hangs = 0  # processes lost by hanging, since the run's last step
+        self._losses = [0] * len(slots)  # number of losses of each slot
+        self._hangs = 0  # number of processes lost by hanging since the run's last step
         self._furthest = 0  # most steps done by any process at the latest loss
         self._returns: dict[int, float] = {}  # abandoned slot -> time of its next start, seconds
         self._code: int | None = None  # exit code, if the run ends because of a loss
@@ -69,7 +70,7 @@ class ElasticRun:
                 return super()._get_value(scope, key)
 
         self._environment["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(self._server.start(Handler))
-        logging.disable(logging.ERROR)  # Horovod's messages about events that are reported here
+        logging.disable(logging.ERROR)  # hides Horovod's messages about events that this module reports itself
         try:
             with self._processes.in_charge():
                 for slot in self._slots:
@@ -116,16 +117,17 @@ class ElasticRun:
         return self._processes.watch.records[worker.slot.number]
 
     def _start(self, slot: Slot) -> None:
-        # each process is alone on its host, for Horovod
+        # Horovod is told that each process is alone on its host
         visible = {"CUDA_VISIBLE_DEVICES": slot.gpu.visible} if slot.gpu else {}
         place = SlotInfo(hostname=_host(slot), rank=slot.number, size=len(self._slots), local_rank=0, local_size=1,
                          cross_rank=slot.number, cross_size=len(self._slots))
         self._processes.start(slot, {**self._environment, **visible, **create_slot_env_vars(place)})
 
     def _is_regular(self, worker: Worker) -> bool:
-        """Whether a process has ended without being lost: it was done, has reported why it ends, or was asked to
-        end."""
-        if worker.process.pid in self._hung:  # it may still exist, without an exit code
+        """Whether a process has ended without being lost: the process was done, has reported why it ends, or was asked
+        to end.
+        """
+        if worker.process.pid in self._hung:  # a killed process may still exist, without an exit code
             return False
         code = worker.process.returncode
         has_told = code in (0, *TOLD) or (code > 0 and self._processes.has_done_its_part(worker))
@@ -145,8 +147,9 @@ class ElasticRun:
                 self._lose(worker)
 
     def _lose(self, worker: Worker) -> None:
-        """Continue without a process, or end the run, and report that; silently if it tried to join a run that is
-        over."""
+        """Continue without a process, or end the run, and report that; do this silently if the process tried to join a
+        run that is over.
+        """
         why = self._hung.get(worker.process.pid)
         code = EXIT_HUNG_PROCESS if why else exit_code(worker.process.returncode)
         why = why or worker.last_words()
@@ -158,7 +161,8 @@ class ElasticRun:
         if self._is_over:
             if worker in self._members:
                 self._give_up(code, self._processes.end_of_run(why))
-        elif self._hangs > len(self._slots):  # for example if nobody reads rank 0's output, whichever process that is
+        # for example, every process that becomes rank 0 hangs because nobody reads its output
+        elif self._hangs > len(self._slots):
             self._give_up(code, f"{why}; {self._hangs} processes have hung without a step in between, so the "
                                 f"run ends; {WAY_OUT}")
         elif left < least and not (left and self._cooldown):
@@ -182,7 +186,7 @@ class ElasticRun:
 
     @property
     def _commits(self) -> int:
-        """Where the run resumes, in words. A run's first commit is its starting point."""
+        """The point where the run resumes, in words. A run's first commit is its starting point."""
         return max((self._record(worker).commits for worker in self._members), default=0)
 
     @property
@@ -200,7 +204,9 @@ class ElasticRun:
                    if worker in self._processes.running)
 
     def _begin_again(self) -> None:
-        """Restart all processes: Horovod would wait for the one lost while they connect, and then end the others."""
+        """Restart all processes. Horovod would wait for the process that was lost while the processes connected, and
+        then end the others.
+        """
         members = [worker for worker in self._members if worker in self._processes.running]
         self._processes.kill(members)
         for worker in members:
@@ -223,7 +229,9 @@ class ElasticRun:
     # --- ranks ---
 
     def _let_in(self) -> None:
-        """Once no other process is expected at the door, give ranks to all that wait there, and let them connect."""
+        """Once no further process is expected at the door, give ranks to all processes that wait there, and let them
+        connect.
+        """
         running = self._processes.running
         waiting = [worker for worker in running if self._record(worker).activity == Activity.AT_DOOR]
         inside = [worker for worker in self._members if worker in running and worker not in waiting]
@@ -236,7 +244,7 @@ class ElasticRun:
             return
         if len(waiting) < self._min_processes and not self._is_over:
             return
-        # Processes that know the run's state get the first ranks, because rank 0 sends it to the others.
+        # Processes that know the run's state get the first ranks, because rank 0 sends the state to the others.
         knowing = [worker for worker in self._members if worker in waiting]
         self._members = knowing + [worker for worker in waiting if worker not in knowing]
         self._generation += 1
@@ -244,7 +252,8 @@ class ElasticRun:
         for rank, worker in enumerate(self._members):
             record = self._record(worker)
             record.rank, record.size, record.recalled = rank, len(self._members), 0
-            record.activity = Activity.JOINING  # set here, because the process may be lost before it sets it
+            # set here, because the process may be lost before it sets the activity itself
+            record.activity = Activity.JOINING
             record.generation = self._generation
 
     def _ranks(self) -> dict[str, SlotInfo]:

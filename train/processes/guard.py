@@ -3,10 +3,10 @@
 
 Each process gets SIGTERM when its launcher is gone (PR_SET_PDEATHSIG), saves a checkpoint and ends. But a stopped
 process receives no signal, and a hanging process blocks all others. So the guard wakes stopped processes, watches the
-others like the launcher, and kills a process that hangs.
+processes as the launcher did, and kills a process that hangs.
 
 A process that horovodrun has started over ssh has no launcher on its machine. Its output goes through sshd to the
-launcher, and `end_with_output` ends the process when nobody reads it any more.
+launcher, and `end_with_output` ends the process when nobody reads this output any more.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from train.processes.signals import end_with_parent
 from train.processes.watch import Watch, status
 
 POLL_SECONDS = 0.1
-ANSWER_SECONDS = 10  # for a launcher to accept a connection
-SECONDS_TO_SAVE = 60  # for a process to save and report after a request to stop
+ANSWER_SECONDS = 10  # seconds for a launcher to accept a connection
+SECONDS_TO_SAVE = 60  # seconds for a process to save and report after a request to stop
 
 
 class Guard:
@@ -40,8 +40,8 @@ class Guard:
                                          start_new_session=True)
 
     def add(self, number: int, pid: int) -> None:
-        """Tell the guard of a process, whose record has this number."""
-        with contextlib.suppress(BrokenPipeError):  # the guard was killed; the run can do without it
+        """Add a process, whose record has this number, to the processes that the guard watches."""
+        with contextlib.suppress(BrokenPipeError):  # the guard was killed; the run can continue without a guard
             assert self._process.stdin
             self._process.stdin.write(f"{number} {pid}\n".encode())
             self._process.stdin.flush()
@@ -55,7 +55,7 @@ class Guard:
 def main(descriptor: int, count: int, seconds: float) -> None:
     watch = Watch(count, seconds, descriptor)
     processes: dict[int, tuple[int, int]] = {}  # record's number -> process id and its start time
-    for line in sys.stdin:  # ends when the launcher has ended
+    for line in sys.stdin:  # the loop ends when the launcher has ended
         number, pid = map(int, line.split())
         if found := status(pid):
             processes[number] = pid, found.started
@@ -68,10 +68,12 @@ def main(descriptor: int, count: int, seconds: float) -> None:
 
 
 def end_with_output() -> None:
-    """From now on this process, also after an exec, gets SIGTERM when its standard output has lost its reader, and
-    SIGKILL if it is still there SECONDS_TO_SAVE later. Does nothing if the output is neither a pipe nor a socket.
+    """From now on, end this process when its standard output loses its reader, also after an exec: with SIGTERM, and
+    with SIGKILL if the process still exists SECONDS_TO_SAVE later. Does nothing if the output is neither a pipe nor a
+    socket.
 
-    In an elastic run whose launcher is still there it gets SIGKILL alone, because SIGTERM would stop the others too.
+    In an elastic run whose launcher still exists, the process gets only SIGKILL, because SIGTERM would stop the other
+    processes too.
     """
     process, output = os.getpid(), sys.stdout.fileno()
     mode = os.fstat(output).st_mode
@@ -87,9 +89,9 @@ def end_with_output() -> None:
 
 
 def _end_without_reader(process: int, output: int) -> None:
-    """Wait until a descriptor has lost its reader, and end the process then."""
+    """Wait until a descriptor has lost its reader, then end the process."""
     reader = select.poll()
-    reader.register(output, 0)  # reports an error only, which is that
+    reader.register(output, 0)  # with no event mask, poll reports only errors: a lost reader is one
     reader.poll()
     if not _others_go_on():
         os.kill(process, signal.SIGTERM)
@@ -98,7 +100,7 @@ def _end_without_reader(process: int, output: int) -> None:
 
 
 def _others_go_on() -> bool:
-    """Whether this is an elastic run whose launcher is still there."""
+    """Whether this is an elastic run whose launcher still exists."""
     if os.environ.get("HOROVOD_ELASTIC") != "1":
         return False
     place = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])

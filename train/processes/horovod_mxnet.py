@@ -2,15 +2,15 @@
 
 Raises ImportError if Horovod is missing.
 
-Horovod loads its library with global symbols (RTLD_GLOBAL), and with it the libraries of MXNet: CUDA 11's NVRTC, cuBLAS
-and cuDNN 8. Newer libraries that are loaded later, such as the cuda executor's, then call the old functions of the same
-names; NVRTC 13 crashed in its first compilation. Only allreduce.cc needs Horovod's symbols, and it links the library by
-name. Therefore the library is loaded with local symbols here.
+Horovod loads its library with global symbols (RTLD_GLOBAL). This also makes the symbols of MXNet's libraries global:
+CUDA 11's NVRTC, cuBLAS and cuDNN 8. Newer libraries that are loaded later, such as the cuda executor's, then call the
+old functions of the same names; NVRTC 13 crashed in its first compilation. Only allreduce.cc needs Horovod's symbols,
+and it links the library by name. Therefore the library is loaded with local symbols here.
 
 A failed Horovod operation is not reported to MXNet as an error. When a process is lost, many operations fail at once,
-and MXNet records errors without a lock, which has corrupted its heap. Instead Horovod keeps the first failure
-(scripts/build_horovod.py). Each MXNet function that waits checks for it and raises HorovodInternalError, so the values
-of a failed operation are never used.
+and MXNet records errors without a lock, which has corrupted the heap. Instead Horovod stores the first failure
+(scripts/build_horovod.py). Each MXNet function that waits checks for a stored failure and raises HorovodInternalError,
+so the values of a failed operation are never used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from common.mxnet_compat import mx
 
-# assigns to a constant of ctypes
+# temporarily assigns to a constant of ctypes
 _for_all, ctypes.RTLD_GLOBAL = ctypes.RTLD_GLOBAL, ctypes.RTLD_LOCAL  # type: ignore[misc]
 try:
     import horovod.mxnet as hvd
@@ -31,7 +31,7 @@ finally:
 
 __all__ = ["forget_failure", "hvd"]
 
-# False for a Horovod that scripts/build_horovod.py has not built: it reports failures to MXNet.
+# False for a Horovod that scripts/build_horovod.py has not built. That Horovod reports failures to MXNet.
 KEEPS_FAILURE = hasattr(LIBRARY, "horovod_mxnet_keep_failures")
 WAITS = ("MXNDArraySyncCopyToCPU", "MXNDArrayWaitToRead", "MXNDArrayWaitToWrite", "MXNDArrayWaitAll")
 

@@ -1,4 +1,6 @@
-"""How this process was started: the launcher, the command line, and the machine's name among several."""
+"""Describes how this process was started: the launcher, the command line, and the machine's name in a run over several
+machines.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from common.errors import ProgramError
 from common.program import CALLED_AS, CONSOLE_COMMAND, PACKAGES, PROGRAMS, TRAIN, is_console, start_of, words_of
 from train.errors import TrainError
 
-ROOT = Path(__file__).resolve().parents[2]  # of the project; also in common.environment, which imports slow modules
+# root of the project; repeated from common.environment, which imports slow modules
+ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER_VARIABLE = "RESNET_LAUNCHER"  # environment variable: the launcher's command, with its own options
 
 # Environment variables of Horovod, or of our launcher in its place: a process's rank, and the number of processes.
@@ -50,7 +53,7 @@ def machine() -> str:
 
 @contextlib.contextmanager
 def naming_machine() -> Iterator[None]:
-    """Inside, an error of this process alone names its machine, in a run over several."""
+    """A context in which an error that only this process has names its machine, in a run over several machines."""
     try:
         yield
     except ProgramError as error:
@@ -73,7 +76,7 @@ def code_digest() -> str:
 
 
 def check_code() -> None:
-    """Raise TrainError if the machine where the run was started has other code than this one."""
+    """Raise TrainError if the machine where the run was started has other code than this machine."""
     if DIGEST_VARIABLE in os.environ and os.environ[DIGEST_VARIABLE] != code_digest():
         raise TrainError(f"the code in {ROOT} differs from the code on the machine that started the run: check out the "
                          "same commit on both machines")

@@ -1,10 +1,11 @@
 """Starts the processes of a run on this machine, one for each GPU: `scripts/dgx1_8gpu.sh`, or `python -m
 train.processes.launch`.
 
-It works like horovodrun with Gloo, with these differences: it checks the GPUs first and binds each process to the cores
-beside its GPU; the terminal belongs to rank 0 (progress bar, no prefixes); signals reach all processes; the exit code
-is that of the process that failed first. With several machines horovodrun starts `python -m train.processes.launch` for
-each process (scripts/multi_host.sh), which then only binds itself to its cores and becomes `python -m train`.
+The launcher works like horovodrun with Gloo, with these differences: it checks the GPUs first, and binds each process
+to the cores of its GPU's NUMA node; the terminal belongs to rank 0 (progress bar, no prefixes); signals reach all
+processes; the exit code is that of the process that failed first. With several machines horovodrun starts `python -m
+train.processes.launch` for each process (scripts/multi_host.sh), which then only binds itself to its cores and becomes
+`python -m train`.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ from train.processes.worker import (
 )
 
 MAX_PROCESSES = 8  # without -n: a DGX-1 has 8 GPUs
-# A killed process is gone only after its threads have ended, one by one. A process that crashed because of it may be
-# gone earlier.
+# A killed process is gone only after its threads have ended, one by one. A process that crashed because of the kill may
+# be gone earlier.
 SETTLING_SECONDS = 0.2
 
 
@@ -114,10 +115,10 @@ def plan(num_processes: int | None, on_cpu: bool) -> tuple[list[Slot], list[str]
 def launch_elastic(slots: Sequence[Slot], command: Sequence[str], min_processes: int, cooldown: int = 0,
                    hang_seconds: float = DEFAULT_SECONDS) -> int:
     """Run a command in a process for each slot, and return the exit code. When a process is lost, the others continue
-    as long as `min_processes` are left. It is restarted after `cooldown` seconds, twice as long each time, unless that
-    is 0.
+    as long as `min_processes` are left. A lost process is restarted after `cooldown` seconds, and after twice as long
+    each further time; 0: no restart.
 
-    Raises TrainError if Horovod is missing, and StoppedBySignal while it starts.
+    Raises TrainError if Horovod is missing, and StoppedBySignal if a signal arrives during the start.
     """
     with ending_with(STOPPED_EARLY):
         require_horovod(len(slots))
@@ -133,7 +134,7 @@ def launch(slots: Sequence[Slot], command: Sequence[str], hang_seconds: float = 
     Returns the exit code: 0, or the exit code of the first process that failed. After a failure or a hang (`Watch`,
     with `hang_seconds`) the other processes are ended.
 
-    Raises TrainError if Horovod is missing, and StoppedBySignal while it starts.
+    Raises TrainError if Horovod is missing, and StoppedBySignal if a signal arrives during the start.
     """
     with ending_with(STOPPED_EARLY):
         require_horovod(len(slots))
@@ -161,10 +162,10 @@ def _wait(processes: Processes) -> int:
     stop.
 
     A process that stopped on request has not failed, because process 0 may still be writing the report. A process that
-    was killed after such a request has not failed either. If the run fails, the last words of the process at fault are
-    printed (or that it hung). They come after the messages of Horovod and of the other processes, which fail because of
-    it, perhaps even before it is gone. Nothing is printed for a process that ended during its start by a signal that
-    was passed on.
+    was killed after such a request has not failed either. If the run fails, a message about the process at fault is
+    printed: its end, or that it hung. This message comes after the messages of Horovod and of the other processes.
+    These fail because of that process, perhaps even before it is gone. Nothing is printed for a process that a
+    forwarded signal ended during its start.
     """
     failed: list[Worker] = []  # in the order of detection
     hang: EndedHang | None = None
@@ -180,7 +181,7 @@ def _wait(processes: Processes) -> int:
             time.sleep(SETTLING_SECONDS)
             running = processes.running
         # A killed process may crash another one before the next check, because MXNet records errors without a lock. So
-        # the killed one is sorted first.
+        # the killed process is sorted first.
         failed += sorted(seen(), key=lambda worker: worker.process.returncode != -signal.SIGKILL)
         if (failed or processes.must_end) and deadline == float("inf"):
             deadline = time.monotonic() + GRACE_SECONDS
@@ -225,7 +226,7 @@ def parse(arguments: Sequence[str]) -> tuple[LaunchOptions, list[str]]:
     values, passed = given_and_rest(LaunchOptions, arguments, prog=PROGRAMS[LAUNCH].script,
                                     rest="any option of python -m train")
     own = LaunchOptions(**values)
-    end = passed.index("--") if "--" in passed else len(passed)  # file names follow it
+    end = passed.index("--") if "--" in passed else len(passed)  # file names follow "--"
     passed[end:end] = [word for option, value in (("--batch-size", own.batch_size), ("--epochs", own.epochs))
                        if value is not None for word in (option, str(value))]
     if own.min_np and own.processes and own.min_np > own.processes:
@@ -246,7 +247,7 @@ def main(arguments: Sequence[str]) -> int:
             slots, _ = plan(int(os.environ["HOROVOD_LOCAL_SIZE"]), on_cpu)
         guard.end_with_output()
         _become(command, slots[int(os.environ["HOROVOD_LOCAL_RANK"])])
-    name, _ = understood(passed)  # reports a mistake once, before Horovod is compiled
+    name, _ = understood(passed)  # reports a user's mistake once, before Horovod is compiled
     if COMMANDS[name].outlasts_output:
         make_lasting()
     slots, notes = plan(own.processes, on_cpu)

@@ -40,13 +40,14 @@ from train.processes.guard import SECONDS_TO_SAVE
 from train.processes.invocation import DIGEST_VARIABLE, LAUNCHER_VARIABLE, ROOT, code_digest, script
 from train.processes.worker import TOLD, WAY_OUT, how_it_ended
 
-# A connection that is silent for 30 s is given up, as Gloo gives up its own.
+# ssh closes a connection that is silent for 30 s, the time after which Gloo closes its connections.
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=no", "-o", "ConnectTimeout=10",
        "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=6")
-# What each machine does before the run: import what Horovod starts there first, and show its code.
+# The test that each machine runs before the training: import the module that Horovod starts first, and print the digest
+# of the project's code.
 PROBE = "import horovod.runner.task_fn; from train.processes.invocation import code_digest; print(code_digest())"
-ANSWER_SECONDS = 60  # for a machine to do that, at most
-EXIT_SSH = 255  # of ssh itself, also where a signal has killed the remote process
+ANSWER_SECONDS = 60  # most seconds for a machine to run PROBE
+EXIT_SSH = 255  # exit code of ssh itself, also if a signal has killed the remote process
 if __name__ == "__mp_main__":  # in Horovod's helper processes, which start and end the processes of the run
     from horovod.runner.common.util import safe_shell_exec
 
@@ -151,7 +152,7 @@ def read_hosts(own: MultiHostOptions) -> dict[str, int]:
 def main(arguments: Sequence[str]) -> int:
     own, words, passed = parse(arguments)
     _, of_run = launch.parse(passed)
-    name, _ = understood(of_run)  # reports a mistake here, once
+    name, _ = understood(of_run)  # reports a user's mistake here, once
     if COMMANDS[name].outlasts_output:
         make_lasting()
     hosts = read_hosts(own)
@@ -169,7 +170,7 @@ def main(arguments: Sequence[str]) -> int:
                          "number of processes to wait for")
     os.environ[DIGEST_VARIABLE] = code_digest()
     os.environ[LAUNCHER_VARIABLE] = f"{script(MULTI_HOST)} {shlex.join(['-n', str(count), *words])}"
-    # Horovod has a shell run the script.
+    # Horovod runs the script through a shell.
     words = [shlex.quote(word) if word == own.host_discovery_script else word for word in words]
     asked = ["--gloo", "-np", str(count), *words, *own_process(PROGRAMS[LAUNCH].word), *passed]
     print(shlex.join(["horovodrun", *asked]), flush=True)
@@ -179,9 +180,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def horovodrun(arguments: Sequence[str], hosts: Mapping[str, int], ssh_port: int | None) -> int:
-    """Run horovodrun and return its exit code: 0, or that of the first process that failed, whose last words are
-    printed. Raises ProgramError if Horovod is missing or a machine cannot be used, and StoppedBySignal while it
-    starts."""
+    """Run horovodrun and return the exit code: 0, or the exit code of the first process that failed. The reason for
+    that failure is printed. Raises ProgramError if Horovod is missing or a machine cannot be used, and StoppedBySignal
+    if a signal arrives during the start.
+    """
     with ending_with(STOPPED_EARLY):
         launch.require_horovod("several")
         from horovod.runner.common.util.timeout import TimeoutException
@@ -201,7 +203,8 @@ def horovodrun(arguments: Sequence[str], hosts: Mapping[str, int], ssh_port: int
         if not failed:
             raise ProgramError("; ".join([sentence, *unusable(hosts, ssh_port)])) from None
         process, code = failed[1], int(failed[2])
-        if not process.isdecimal() and 0 in codes:  # one that has trained to the end is enough for an elastic run
+        # in an elastic run, one process that has trained to the end is enough
+        if not process.isdecimal() and 0 in codes:
             return 0
         if code not in TOLD or code == EXIT_LOST_PROCESS:
             faults = unusable(hosts, ssh_port)
@@ -213,9 +216,10 @@ def horovodrun(arguments: Sequence[str], hosts: Mapping[str, int], ssh_port: int
 
 
 def _adapt_horovod(hosts: Mapping[str, int], ssh_port: int | None) -> None:
-    """Have Horovod use our options of ssh, name a machine that fails while it looks for their interfaces, and use
-    --network-interface also while this machine is the only one: Horovod would then accept only the interface of
-    127.0.0.1, by which no other machine can join later."""
+    """Change three things in Horovod. It uses our options of ssh. It names a machine that fails while Horovod looks for
+    network interfaces. It uses --network-interface even while this machine is the only one: otherwise Horovod would
+    accept only the interface of 127.0.0.1, through which no other machine can join later.
+    """
     from horovod.runner.driver import driver_service
     from horovod.runner.util import remote
 
@@ -224,7 +228,7 @@ def _adapt_horovod(hosts: Mapping[str, int], ssh_port: int | None) -> None:
         print_error(f"{why}, while the run was starting: start it again with the same command", apart=True)
         os._exit(EXIT_FAILURE)
 
-    driver_service.os = SimpleNamespace(_exit=end)  # Horovod ends this process from a thread, without a sentence
+    driver_service.os = SimpleNamespace(_exit=end)  # Horovod would end this process from a thread, without a message
     remote.SSH_COMMAND_PREFIX = shlex.join(SSH)
     of_this_machine = driver_service.get_local_interfaces
     driver_service.get_local_interfaces = lambda settings: settings.nics or of_this_machine(settings)
@@ -232,7 +236,7 @@ def _adapt_horovod(hosts: Mapping[str, int], ssh_port: int | None) -> None:
 
 @contextlib.contextmanager
 def _noting_codes() -> Iterator[list[int]]:
-    """Inside, Horovod adds the exit code of each process of the run that ends to the list."""
+    """A context in which Horovod adds the exit code of each process that ends to the list."""
     from horovod.runner.common.util import safe_shell_exec
 
     codes: list[int] = []
@@ -252,7 +256,7 @@ def _noting_codes() -> Iterator[list[int]]:
 
 
 def unusable(hosts: Iterable[str], port: int | None) -> list[str]:
-    """Why other machines cannot take part in a run: a sentence for each of them."""
+    """For each machine that cannot take part in a run, a sentence with the reason."""
     from horovod.runner.util.network import filter_local_addresses
 
     there = f"cd {shlex.quote(str(ROOT))} && exec {shlex.quote(sys.executable)} -c {shlex.quote(PROBE)}"
@@ -263,13 +267,13 @@ def unusable(hosts: Iterable[str], port: int | None) -> list[str]:
             probes[host] = started.enter_context(subprocess.Popen(
                 [*ssh, host, there], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 text=True))
-            started.callback(probes[host].kill)  # before its exit, which waits for it
+            started.callback(probes[host].kill)  # kills the process first, because its exit handler waits for it
         end = time.monotonic() + ANSWER_SECONDS
         return [fault for host, probe in probes.items() if (fault := _fault(host, probe, end - time.monotonic()))]
 
 
 def _fault(host: str, probe: subprocess.Popen[str], seconds: float) -> str:
-    """Why a machine cannot take part in a run; "" if its probe ends well within so many seconds."""
+    """The reason why a machine cannot take part in a run; "" if its probe succeeds within `seconds`."""
     try:
         out, err = probe.communicate(timeout=max(0, seconds))
     except subprocess.TimeoutExpired:
@@ -281,7 +285,7 @@ def _fault(host: str, probe: subprocess.Popen[str], seconds: float) -> str:
 
 
 def _name(process: str, hosts: Mapping[str, int]) -> str:
-    """The name of a process for users. Horovod's is its rank, or HOST[NUMBER] in an elastic run."""
+    """The name of a process for users. Horovod's name is the rank, or HOST[NUMBER] in an elastic run."""
     if not process.isdecimal():
         host, number = process.rstrip("]").split("[")
         return f"process {number} on {host}"
@@ -293,7 +297,7 @@ def _end(code: int) -> str:
     """How a process has ended, by the exit code that horovodrun has seen."""
     if code == EXIT_SSH:
         return "was killed, or its connection to this machine was lost"
-    by_signal = code - 128 in set(signal.Signals)  # the shells' convention
+    by_signal = code - 128 in set(signal.Signals)  # shells use 128 + the signal's number
     return how_it_ended(128 - code if by_signal else code)
 
 

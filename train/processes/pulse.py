@@ -1,8 +1,8 @@
 """The pulse of a process: a few bytes of shared memory in which it shows its launcher what it is doing.
 
 A process writes its `Record` between steps, batches and operations among the processes. The launcher (watch.py) reads
-all records and distinguishes a process that hangs from processes that wait for it. Writing costs one store to memory,
-reading asks nothing of the process, and the record stays readable whatever the process is blocked in.
+all records and distinguishes a process that hangs from processes that wait for it. Writing costs one store to memory.
+Reading does not disturb the process, and works even while the process is blocked.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ DEVICE_SECONDS = 1.0
 
 
 class Activity(IntEnum):
-    """What a process is doing; `words` says it in messages."""
+    """The activity of a process; `words` describes it in messages."""
 
     STARTING = 0
-    AT_DOOR = 1  # elastic runs: waits for a rank
-    JOINING = 2  # elastic runs: connects to the others
+    AT_DOOR = 1  # elastic runs: the process waits for a rank
+    JOINING = 2  # elastic runs: the process connects to the others
     LOADING = 3
     COMPUTING = 4
     TOGETHER = 5
@@ -68,20 +68,20 @@ class Record(ctypes.Structure):
 
     _fields_ = (
         ("beats", ctypes.c_uint64),  # number of signs of life
-        ("collectives", ctypes.c_uint64),  # operations among the processes that it has begun since it joined
+        ("collectives", ctypes.c_uint64),  # collective operations that the process has begun since it joined
         ("step", ctypes.c_uint64),  # optimizer steps done
         ("epoch", ctypes.c_uint32),  # whole epochs done
         ("activity", ctypes.c_uint32),
-        ("keeps_pace", ctypes.c_uint32),  # 1: it is taking steps of about constant duration
-        ("longest", ctypes.c_float),  # s; its longest step
-        ("device_passes", ctypes.c_uint32),  # backward passes that its GPU has finished since it joined
+        ("keeps_pace", ctypes.c_uint32),  # 1: the process takes steps of about constant duration
+        ("longest", ctypes.c_float),  # duration of the longest step, s
+        ("device_passes", ctypes.c_uint32),  # backward passes that the GPU has finished since the process joined
         ("commits", ctypes.c_uint32),  # elastic runs: number of commits
         # Elastic runs; written by the launcher:
         ("rank", ctypes.c_uint32),
         ("size", ctypes.c_uint32),
         ("generation", ctypes.c_uint32),  # counts changes of the two fields above; written after them
         ("recalled", ctypes.c_uint32),  # 1: others wait to join at the next commit
-        ("stops", ctypes.c_uint32),  # 1: a stop was requested, perhaps in a session that a loss has ended
+        ("stops", ctypes.c_uint32),  # 1: a stop was requested, perhaps in a session that ended by a loss
     )
     beats: int
     collectives: int
@@ -100,13 +100,13 @@ class Record(ctypes.Structure):
 
 
 class Pulse:
-    """The record of this process. Without a launcher that watches it, nobody reads the record."""
+    """The record of this process. Without a launcher that watches the process, nobody reads the record."""
 
     def __init__(self) -> None:
-        place = os.environ.pop(PULSE_VARIABLE, "")  # removed, so that child programs do not inherit it
+        place = os.environ.pop(PULSE_VARIABLE, "")  # removed, so that child programs do not inherit the variable
         self.is_watched = bool(place)
         self._record = Record()
-        self._step_end: float | None = None  # end of the previous step, s; None if a slow activity came in between
+        self._step_end: float | None = None  # end of the previous step, s; None if a slow activity came after that step
         self._device: np.ndarray
         self._follower: threading.Thread | None = None
         if place:
@@ -124,7 +124,8 @@ class Pulse:
 
     def begin_collective(self) -> None:
         """Record the beginning of an operation that all processes do in the same order. If a slow activity
-        (`takes_time`) is being shown, the operation is part of it, and the activity stays."""
+        (`takes_time`) is being shown, the operation is part of this activity, which stays.
+        """
         self._record.collectives += 1
         takes_time = Activity(self._record.activity).takes_time
         self.show(Activity(self._record.activity) if takes_time else Activity.TOGETHER)
@@ -151,8 +152,9 @@ class Pulse:
         self.show(Activity.STARTING)
 
     def follow_device(self, passes: np.ndarray) -> None:
-        """From now on show the number of finished backward passes, which a GPU writes into this uint32. A thread copies
-        it, because the computing thread may be waiting for a GPU that hangs."""
+        """From now on show the number of finished backward passes, which a GPU writes into the uint32 `passes`. A
+        thread copies the number, because the computing thread may be waiting for a GPU that hangs.
+        """
         self._device = passes
         if self.is_watched and not self._follower:
             self._follower = threading.Thread(target=self._follow, name="pulse", daemon=True)
@@ -164,7 +166,7 @@ class Pulse:
             time.sleep(DEVICE_SECONDS)
 
     def count_commit(self) -> None:
-        """Elastic runs: count a commit, from which the others can resume without this process."""
+        """Elastic runs: count a commit. The other processes can resume from the commit without this process."""
         self._record.commits += 1
 
     @property

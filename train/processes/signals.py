@@ -2,9 +2,9 @@
 
 SIGTERM, Ctrl-C (SIGINT), SIGHUP (the terminal is closed) and SIGPIPE (nobody reads the output) become requests. The
 loop checks for them between two steps and between two batches of validation. Python runs signal handlers only in the
-main thread, between two bytecode instructions, so they never run while a library blocks the process. Python's C-level
-handler does run then, and writes the signal's number into a pipe (`signal.set_wakeup_fd`), which another process, the
-guard, reads.
+main thread, between two bytecode instructions, so Python's handlers never run while a library blocks the process.
+Python's C-level handler does run then. It writes the signal's number into a pipe (`signal.set_wakeup_fd`), and another
+process, the guard, reads the pipe.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, TracebackType
 
-INSISTENT = (signal.SIGTERM, signal.SIGINT)  # a second one of these ends the process at once
-# a closed terminal may send two, so they do not count as insistent
+INSISTENT = (signal.SIGTERM, signal.SIGINT)  # a second signal of these ends the process at once
+# a closed terminal may send SIGHUP and SIGPIPE together, so these two do not count as insistent
 STOPPING = (*INSISTENT, signal.SIGHUP, signal.SIGPIPE)
 LEAVE = signal.SIGUSR2  # from the guard: a second signal has arrived
 
@@ -38,9 +38,9 @@ ANSWERS: dict[int, str] = {
     signal.SIGPIPE: f"nobody reads the output any more: {WORDS}",
 }
 
-STOPPED_EARLY = "stopped while it started"  # before the first step
+STOPPED_EARLY = "stopped while it started"  # message for a stop before the first step
 
-PR_SET_PDEATHSIG = 1  # of prctl(2)
+PR_SET_PDEATHSIG = 1  # option of prctl(2)
 _libc = ctypes.CDLL(None)
 
 Handler = Callable[[int, "FrameType | None"], object]
@@ -50,8 +50,9 @@ _to_guard: int | None = None  # descriptor of the pipe
 
 @contextlib.contextmanager
 def handled(handlers: Mapping[int, Handler | signal.Handlers]) -> Iterator[None]:
-    """Inside, these handlers are set, by signal number. Python sets handlers in the main thread only, so in another
-    one, as a program may start for a training, signals stay with the program."""
+    """Set these handlers, by signal number, inside the block. Python sets handlers only in the main thread. If a
+    program trains in another thread, its own signal handlers stay.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -64,7 +65,7 @@ def handled(handlers: Mapping[int, Handler | signal.Handlers]) -> Iterator[None]
 
 
 class StoppedBySignal(Exception):
-    """Ends the program with a sentence; `exit_code` is the shell's for that signal, 128 + its number."""
+    """Ends the program with a sentence; `exit_code` follows the shells' convention: 128 + the signal's number."""
 
     def __init__(self, signal_number: int, sentence: str) -> None:
         super().__init__(sentence)
@@ -105,7 +106,9 @@ class Signals:
 
 
 def end_with_parent(number: int) -> None:
-    """This process, also after an exec, gets this signal when its parent dies. Its own children do not inherit that."""
+    """Let the system send this signal to this process when its parent dies, also after an exec. Children of this
+    process do not inherit this.
+    """
     _libc.prctl(PR_SET_PDEATHSIG, number)
 
 
@@ -123,15 +126,16 @@ def leave(number: int, frame: FrameType | None) -> None:
 
 
 def leave_at(*numbers: int) -> None:
-    """From now on `leave` on these signals. Also handles one that arrived since the launcher, which blocks SIGINT for
-    its children, started this process."""
+    """From now on `leave` on these signals. Also handles a signal that arrived before: a launcher blocks SIGINT while
+    it starts this process.
+    """
     for number in numbers:
         signal.signal(number, leave)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """Handler: end as after Ctrl-C. Another Ctrl-C during that ends the process without a trace."""
+    """Handler: end as after Ctrl-C. Another Ctrl-C during the clean-up ends the process without a stack trace."""
     begun = time.monotonic()
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -145,8 +149,9 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def ending_with(sentence: str) -> Iterator[None]:
-    """Inside, Ctrl-C, SIGTERM and SIGHUP raise KeyboardInterrupt, so that the code can clean up. It leaves this block
-    as StoppedBySignal with this sentence."""
+    """A context in which Ctrl-C, SIGTERM and SIGHUP raise KeyboardInterrupt, so that the code can clean up. The
+    exception leaves the block as StoppedBySignal with this sentence.
+    """
     number: int = signal.SIGINT
 
     def stop(received: int, frame: FrameType | None) -> None:
@@ -163,7 +168,8 @@ def ending_with(sentence: str) -> Iterator[None]:
 
 def see_through(run: Callable[[], int]) -> int:
     """Run a launcher's `run` to its end and return the exit code; a StoppedBySignal is printed. From here on signals no
-    longer `leave`, because there is something to clean up."""
+    longer `leave`, because the launcher must clean up.
+    """
     if signal.getsignal(signal.SIGINT) is leave:
         signal.signal(signal.SIGINT, interrupt)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -183,8 +189,8 @@ def ending() -> list[int]:
 
 
 def guard(speaks: bool) -> None:
-    """Start a guard process, which ends this process on a second Ctrl-C or SIGTERM, whatever it is blocked in. If this
-    process `speaks`, the guard also answers the first signal at once, on standard error.
+    """Start a guard process, which ends this process on a second Ctrl-C or SIGTERM, even while the process is blocked.
+    If this process `speaks`, the guard also answers the first signal at once, on standard error.
 
     Must be called while this process has one thread and little memory, because it calls fork().
     """
@@ -196,8 +202,8 @@ def guard(speaks: bool) -> None:
             _stand_guard(numbers, ward, speaks)
         finally:
             os._exit(0)
-    # The read end stays open in this process too. Otherwise, if the guard was killed, writing a signal's number into
-    # the pipe would fail: Python would print an error, and the SIGPIPE would be written to the pipe as well.
+    # The read end stays open in this process too. Otherwise, after the guard was killed, writing a signal's number into
+    # the pipe would fail. Python would then print an error, and try to write the resulting SIGPIPE to the pipe, too.
     os.set_blocking(_to_guard, False)
     signal.set_wakeup_fd(_to_guard, warn_on_full_buffer=False)
 
@@ -216,7 +222,7 @@ def _stand_guard(numbers: int, ward: int, speaks: bool) -> None:
         signal.signal(not_for_it, signal.SIG_IGN)
     os.setsid()  # so that Ctrl-C does not reach the guard
     os.dup2(numbers, 0)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that a reader of the ward's output sees its end
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that a reader of the ward's output sees the end of the output
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         if descriptor > 2:
             with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
@@ -247,7 +253,7 @@ def _stand_guard(numbers: int, ward: int, speaks: bool) -> None:
 
 
 def _answer(sentence: str) -> None:
-    """Write a line to standard error, over the progress bar if there is one, without ever waiting for a reader."""
+    """Write a line to standard error, over the progress bar if there is one, and never wait for a reader."""
     start = "\r\x1b[2K\x1b[?25h" if os.isatty(2) else ""  # clear the bar's line and show the cursor again
     with contextlib.suppress(OSError):
         if select.select([], [2], [], 0)[1]:

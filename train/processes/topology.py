@@ -1,4 +1,6 @@
-"""The GPUs of this machine, from NVML: memory, NVLink and the cores beside each; and each process's share of them."""
+"""Reads the GPUs of this machine from NVML: memory, NVLink and the cores beside each GPU. Also computes each process's
+share of the cores.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,20 @@ from typing import Any, NamedTuple
 from train.errors import TrainError
 
 CORES_VARIABLE = "RESNET_CORES"  # environment variable: the number of cores for a process
-MIN_FREE_BYTES = 2 * 2**30  # ResNet-50 needs more
+MIN_FREE_BYTES = 2 * 2**30  # least free memory of a usable GPU; ResNet-50 needs more
 MAX_IN_USE = 0.1  # share of a GPU's memory; above it another program is using the GPU
 
 
 class GpuPlace(NamedTuple):
     """A GPU and its place in this machine."""
 
-    visible: str  # its name in CUDA_VISIBLE_DEVICES
+    visible: str  # the GPU's name in CUDA_VISIBLE_DEVICES
     name: str
     free_bytes: int
     total_bytes: int
     cores: frozenset[int]  # CPU cores on the GPU's NUMA node; empty if unknown
     num_nvlinks: int  # active NVLinks
-    processes: tuple[int, ...]  # ids of processes that use it; a container does not see those outside
+    processes: tuple[int, ...]  # ids of processes that use the GPU; a container does not see processes outside
 
     def __str__(self) -> str:
         links = f"{self.num_nvlinks} NVLinks" if self.num_nvlinks else "no NVLink"
@@ -34,8 +36,9 @@ class GpuPlace(NamedTuple):
 
 
 def check_host_name() -> None:
-    """Raise TrainError if this machine's own name has no address. Gloo looks it up for any network interface, and
-    crashes (Horovod 0.28.1, GlooContext::InitializeForProcessSet)."""
+    """Raise TrainError if this machine's own name has no address. Gloo looks up this name for any network interface,
+    and crashes if it has no address (Horovod 0.28.1, GlooContext::InitializeForProcessSet).
+    """
     name = socket.gethostname()
     try:
         socket.getaddrinfo(name, None)
@@ -103,7 +106,7 @@ def _read(nvml: Any, visible: str, count: int) -> GpuPlace:
 def check(gpus: Sequence[GpuPlace], num_processes: int) -> list[str]:
     """Remarks, as sentences, on starting `num_processes` processes on the first GPUs.
 
-    Raises TrainError if they cannot work.
+    Raises TrainError if the processes cannot work on these GPUs.
     """
     if num_processes > len(gpus):
         names = ", ".join(sorted({gpu.name for gpu in gpus}))
@@ -131,8 +134,8 @@ def check(gpus: Sequence[GpuPlace], num_processes: int) -> list[str]:
 def assign_cores(gpus: Sequence[GpuPlace], num_processes: int) -> list[frozenset[int]]:
     """CPU cores for each process: an equal share of the cores beside its GPU that this process may use.
 
-    If a GPU's cores are unknown or unavailable, and without GPUs, it is a share of all cores. Processes share cores if
-    they outnumber them.
+    If a GPU's cores are unknown or unavailable, or without GPUs, the share is taken from all cores. Processes share
+    cores if they outnumber them.
     """
     allowed = frozenset(os.sched_getaffinity(0))
     near = [gpu.cores & allowed or allowed for gpu in gpus[:num_processes]] or [allowed] * num_processes

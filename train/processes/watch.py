@@ -1,9 +1,9 @@
 """Finds the process of a run that hangs, from the records that the processes write (pulse.py).
 
-A process that hangs blocks all others, which then soon show no activity either. So the sign is not inactivity but being
-behind. All processes begin the same operations in the same order, and wait for the process that has begun the fewest.
-That process hangs if it has shown no sign of life for longer than its activity may take. A process that was stopped
-(SIGSTOP) counts as hanging, wherever it is.
+A process that hangs blocks all others, which then soon show no activity either. So a hanging process is not recognised
+by inactivity, but by being behind. All processes begin the same operations in the same order, and wait for the process
+that has begun the fewest. That process hangs if it has shown no sign of life for longer than its activity may take. A
+process that was stopped (SIGSTOP) counts as hanging in any state.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from typing import NamedTuple
 
 from train.processes.pulse import PULSE_VARIABLE, Activity, Record
 
-DEFAULT_SECONDS = 40  # plus the seconds for ending the others: the run ends within a minute
-# Factor for one-time work (compiling, opening the data, a checkpoint on a slow disk).
+DEFAULT_SECONDS = 40  # together with the time for ending the other processes, a run ends within a minute
+# Factor of the time limit for one-time work (compiling, opening the data, a checkpoint on a slow disk).
 ONCE = 15
 SLOWER = 10  # limit of a step, as a multiple of the longest step so far, if that is more
-LONGEST_LOOK = 1.0  # seconds that count at most between two calls of `look`: the launcher itself may have been stopped
+# most seconds that count between two calls of `look`, because the launcher itself may have been stopped
+LONGEST_LOOK = 1.0
 
 
 @dataclass
@@ -37,8 +38,8 @@ class _Seen:
 class Hang(NamedTuple):
     """Processes that hang."""
 
-    processes: tuple[int, ...]  # indices of their records
-    # False: all have begun equally many operations, and any of them may be the one that the others wait for
+    processes: tuple[int, ...]  # indices of the records of these processes
+    # False: all processes have begun equally many operations, and any of them may be the hanging process
     is_certain: bool
 
 
@@ -61,7 +62,7 @@ class Watch:
         self.descriptor = descriptor
         self.records = (Record * count).from_buffer(mmap.mmap(descriptor, 0))
         self._seen = [_Seen() for _ in range(count)]
-        self._running: dict[int, int] = {}  # at the latest call of `look`
+        self._running: dict[int, int] = {}  # the running processes at the latest call of `look`
         self._clock, self._last_look, self._now = clock, clock(), 0.0
 
     def begin(self, number: int) -> dict[str, str]:
@@ -77,7 +78,7 @@ class Watch:
         now = self._clock()
         self._now += min(now - self._last_look, LONGEST_LOOK)
         self._last_look = now
-        # the process that the others were waiting for may be gone, so their quiet time starts anew
+        # the process that the others were waiting for may be gone, so the quiet times start anew
         if running != self._running:
             self._running = dict(running)
             for seen in self._seen:
@@ -93,7 +94,8 @@ class Watch:
                         and self.records[number].activity != Activity.AT_DOOR]
             least = min((self.records[number].collectives for number in together), default=0)
             behind = [number for number in together if self.records[number].collectives == least]
-            if len(behind) == len(together):  # the hosts have begun equally many operations, but the GPUs perhaps not
+            # the hosts have begun equally many operations, but the numbers of finished GPU passes may differ
+            if len(behind) == len(together):
                 slowest = min((self.records[number].device_passes for number in behind), default=0)
                 behind = [number for number in behind if self.records[number].device_passes == slowest]
             if behind and all(quiet[number] > self._limit(number) for number in behind):
@@ -128,14 +130,15 @@ class Status(NamedTuple):
     """The status of a process, from proc(5)."""
 
     state: str  # R: runs, S: sleeps, D: waits for a disk, T and t: stopped by a signal or a debugger, Z: has ended
-    started: int  # clock ticks since boot; identifies a process together with its id, because ids are reused
+    started: int  # clock ticks since boot; identifies a process together with the process id, because ids are reused
 
 
 def status(pid: int) -> Status | None:
     """The status of a process; None if it does not exist, or only its exit code is left."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()  # skips the program's name, which may have any characters
+            # skips the program's name, which may contain any characters
+            fields = file.read().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else Status(fields[0], int(fields[19]))

@@ -1,4 +1,4 @@
-"""A process of a run, as its launcher sees it: its share of the machine, its start, and its end."""
+"""The processes of a run, managed by their launcher: share of the machine, start, and end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from train.processes.watch import Watch
 GRACE_SECONDS = 3.0  # seconds for the other processes to end by themselves after one has failed
 POLL_SECONDS = 0.05
 # Exit codes of processes that have reported why they end.
-STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)  # on request
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)  # stopped on request
 TOLD = (EXIT_USER_ERROR, EXIT_LOST_PROCESS, EXIT_HUNG_PROCESS, *STOPPED)
 WAY_OUT = "its last checkpoint, if there is one, is complete: resume with --resume and the run's folder"
 
@@ -44,7 +44,7 @@ class Slot(NamedTuple):
     number: int
     gpu: topology.GpuPlace | None
     cores: frozenset[int]
-    bound: bool  # bind to these cores; otherwise only the number of threads is set
+    bound: bool  # whether the process is bound to these cores; if not, only the number of threads is set
 
     @property
     def environment(self) -> dict[str, str]:
@@ -74,12 +74,14 @@ class Worker(NamedTuple):
         return f"process {self.slot.number} ({gpu}pid {self.process.pid})"
 
     def last_words(self) -> str:
-        """Why the process ended."""
+        """The reason why the process ended, in words."""
         return f"{self.place} {how_it_ended(self.process.returncode)}"
 
 
 def how_it_ended(code: int) -> str:
-    """How a process ended, in words to follow its name. `code`: its exit code, or minus the number of the signal."""
+    """How a process ended, in words that follow the process's name. `code`: its exit code, or minus the number of the
+    signal.
+    """
     if code >= 0:
         return f"failed with exit code {code}"
     memory = ", as the kernel does when the machine's memory runs out" if -code == signal.SIGKILL else ""
@@ -104,29 +106,28 @@ def on_this_machine(hang_seconds: float) -> dict[str, str]:
 
 
 class EndedHang(NamedTuple):
-    """Processes that hung and were killed."""
+    """The result of `end_hang`: processes that hung and were killed."""
 
     sentence: str  # a message without its ending
     workers: list[Worker]
 
 
 class Processes:
-    """The processes of a run on this machine, at most one per slot. All of them end with this process.
+    """The processes of a run on this machine, at most one per slot. All these processes end with this process.
 
-    Args:
-        slots: the processes' shares of the machine.
-        command: the command that each runs.
-        hang_seconds: see `Watch`.
+    Args: slots: the processes' shares of the machine. command: the command that each process runs. hang_seconds: see
+        `Watch`.
     """
 
     def __init__(self, slots: Sequence[Slot], command: Sequence[str], hang_seconds: float) -> None:
         self.command = command
         self.watch = Watch(1 + max(slot.number for slot in slots), hang_seconds)
         self.all: list[Worker] = []  # in the order of their start, including ended ones
-        self.signals: list[int] = []  # signals received by this process, to be passed on
+        self.signals: list[int] = []  # signals that this process has received and must forward
         # times, in seconds, of received signals that mean 'stop at once' if repeated
         self._insisted_at: list[float] = []
-        self._given_up: list[Worker] = []  # killed for hanging; one that waits for a dead disk never goes away
+        # processes killed for hanging; a process that waits for a dead disk never ends
+        self._given_up: list[Worker] = []
         self._guard = Guard(self.watch)
 
     def start(self, slot: Slot, environment: Mapping[str, str]) -> Worker:
@@ -148,7 +149,7 @@ class Processes:
         return [worker for worker in self.all if worker.process.poll() is None and worker not in self._given_up]
 
     def end_hang(self) -> EndedHang | None:
-        """Kill processes that hang, if any, and return which; to be called several times a second."""
+        """Kill processes that hang, and return these processes, if any. To be called several times a second."""
         running = {worker.slot.number: worker for worker in self.running}
         hang = self.watch.look({number: worker.process.pid for number, worker in running.items()})
         if not hang:
@@ -167,12 +168,15 @@ class Processes:
 
     @property
     def has_trained(self) -> bool:
-        """Whether any process has finished training, as all do at the same time."""
+        """Whether the processes have finished training. It is enough to find one that has, because all finish at the
+        same time.
+        """
         return any(record.activity in (Activity.REPORTING, Activity.DONE) for record in self.watch.records)
 
     def has_done_its_part(self, worker: Worker) -> bool:
-        """Whether the run can do without the process: all is done, or training is finished and it has no report to
-        write."""
+        """Whether the run can do without the process: all is done, or training is finished and the process has no
+        report to write.
+        """
         record = self.watch.records[worker.slot.number]
         return record.activity == Activity.DONE or (self.has_trained and record.rank > 0)
 
@@ -195,13 +199,15 @@ class Processes:
 
     @contextlib.contextmanager
     def in_charge(self) -> Iterator[None]:
-        """Inside, signals to this process are passed on to all processes. On leaving, all processes are ended."""
+        """A context in which signals to this process are forwarded to all processes. All processes are ended at the end
+        of the block.
+        """
 
         def forward(number: int, frame: object) -> None:
             self._note(number)
             self.send(number)
 
-        try:  # the terminal sends Ctrl-C to them too; the two count as one (SAME_SECONDS)
+        try:  # the terminal also sends Ctrl-C to the processes; both signals count as one (SAME_SECONDS)
             with handled(dict.fromkeys((*ending(), signal.SIGUSR1), forward)):
                 yield
         finally:
@@ -215,14 +221,15 @@ class Processes:
 
     @property
     def _was_stopped_early(self) -> bool:
-        """Whether a signal that was passed on has ended processes during their start, when they have no handler to
-        report it."""
+        """Whether a forwarded signal has ended processes during their start, before they have a handler that could
+        report the signal.
+        """
         begun = any(record.activity > Activity.JOINING for record in self.watch.records)
         return not begun and any(-(worker.process.returncode or 0) in self.signals for worker in self.all)
 
     @property
     def is_to_stop(self) -> bool:
-        """Whether a stop with saving was requested."""
+        """Whether somebody has requested a stop with saving."""
         return not set(STOPPING).isdisjoint(self.signals)
 
     def _note(self, number: int) -> None:
@@ -237,13 +244,15 @@ class Processes:
 
 
 def stop_with_us() -> None:
-    """For a new process (`preexec_fn`): it gets SIGTERM when its parent dies, so that it saves a checkpoint and frees
-    the GPU. (In a run of several processes, `Guard` also ends those that do not react.)"""
+    """`preexec_fn` of a new process: the process gets SIGTERM when its parent dies, so that it saves a checkpoint and
+    frees the GPU. (In a run of several processes, `Guard` also ends processes that do not react.)
+    """
     end_with_parent(signal.SIGTERM)
 
 
 def stop_ours_with_us() -> None:
-    """As `stop_with_us`, for our own programs: also block Ctrl-C until `signals.leave_at`, because Python prints a
-    stack trace while it starts."""
+    """Like `stop_with_us`, for our own programs: also blocks Ctrl-C until `signals.leave_at`, because Python prints a
+    stack trace while it starts.
+    """
     stop_with_us()
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])

@@ -1,7 +1,7 @@
 """Monitors a GPU during a run through NVML: power, utilisation, memory in use, clock.
 
-A thread takes the readings, so that the training loop never waits for NVML. A reading that the GPU, its driver or a
-missing library refuses is NaN, and `problem` names it.
+A thread takes the readings, so that the training loop never waits for NVML. A reading that cannot be taken is NaN, and
+`problem` names the reading and the reason.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 SAMPLE_SECONDS = 0.2  # NVML's own counters change about every 0.1 s
-METERED_SECONDS = 1.0  # the shortest time for the energy meter, which also changes about every 0.1 s
+METERED_SECONDS = 1.0  # shortest time over which the energy meter is used; the meter changes about every 0.1 s
 # nvml.h: nvmlClocksEventReasonSwPowerCap and nvmlClocksEventReasonHwPowerBrakeSlowdown
 POWER_REASONS = 0x4 | 0x80
 
 
 class GpuReadings(NamedTuple):
-    """Readings of one GPU, or of several: power is summed, the others are averaged. NaN: unknown."""
+    """Readings of one GPU or of several GPUs: powers are added, all other readings are averaged. NaN: unknown."""
 
     power: float  # W
     utilization: float  # fraction of the time in which a kernel ran
@@ -31,7 +31,7 @@ class GpuReadings(NamedTuple):
 
 class _Sample(NamedTuple):
     seconds: float
-    joules: float  # since the driver was loaded
+    joules: float  # energy used since the driver was loaded
     readings: GpuReadings
 
 
@@ -46,9 +46,9 @@ class GpuMonitor:
 
     def __init__(self, bus_id: str, nvml: Any = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._refused: dict[str, str] = {}  # reading -> reason
+        self._refused: dict[str, str] = {}  # reading that cannot be taken -> reason
         self._lock = threading.Lock()
-        self._samples: list[_Sample] = []  # since the last `take`, and one earlier sample
+        self._samples: list[_Sample] = []  # samples since the last `take`, and one earlier sample
         self._last = UNKNOWN
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -58,7 +58,7 @@ class GpuMonitor:
             nvml.nvmlInit()
             self._device = nvml.nvmlDeviceGetHandleByPciBusId(bus_id)
             self._nvml = nvml
-        except Exception as error:  # a missing library, driver or GPU each raise another type
+        except Exception as error:  # a missing library, a missing driver and a missing GPU raise different types
             self._refused["anything"] = str(error)
 
     @property
@@ -73,7 +73,7 @@ class GpuMonitor:
             self._thread.start()
 
     def close(self) -> None:
-        """Stop monitoring; `take` still returns the samples so far."""
+        """Stop monitoring. `take` can still be called once for the samples so far."""
         self._stop.set()
         if self._thread:
             self._thread.join()
@@ -86,7 +86,7 @@ class GpuMonitor:
             first, last = samples[0], samples[-1]
             means = GpuReadings(*(sum(values) / len(values) for values in
                                   zip(*(sample.readings for sample in samples[1:]), strict=True)))
-            # The GPU's energy meter also counts between two samples.
+            # The energy meter is more exact than samples of the power, because it also counts between two samples.
             joules, seconds = last.joules - first.joules, last.seconds - first.seconds
             is_metered = not math.isnan(joules) and seconds >= METERED_SECONDS
             self._last = means._replace(power=joules / seconds) if is_metered else means
@@ -112,7 +112,7 @@ class GpuMonitor:
         if what not in self._refused:
             try:
                 return float(read())
-            except Exception as error:  # NVMLError, or any exception from a driver that is going away
+            except Exception as error:  # NVMLError, or another exception if the driver is being unloaded
                 self._refused[what] = str(error)
         return float("nan")
 

@@ -1,4 +1,4 @@
-"""Log files in a run's folder, which are written again if they are removed during the run."""
+"""Log files in a run's folder. A file that is removed during the run is written again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from train.errors import TrainError
 
 @contextlib.contextmanager
 def writing(path: Path, advice: str) -> Iterator[None]:
-    """Inside, `path` is written. Raises TrainError if that fails; `advice` says what to do once it can be written."""
+    """A context in which `path` is written. Raises TrainError if that fails; `advice` tells what to do after the cause
+    is removed.
+    """
     try:
         yield
     except OSError as error:
@@ -24,7 +26,7 @@ def writing(path: Path, advice: str) -> Iterator[None]:
 
 
 def log_of_run(path: Path) -> AbstractContextManager[None]:
-    """Inside, `path` in a run's folder is written. Raises TrainError if that fails."""
+    """A context in which `path` in a run's folder is written. Raises TrainError if that fails."""
     return writing(path, f"start again, with --resume {path.parent} where that has a checkpoint")
 
 
@@ -37,7 +39,7 @@ class LogFile:
     """A text file that is created or continued. Each line is flushed, so that a killed run keeps its log. With
     `locked`, only one process can write to it.
 
-    Raises OSError if it cannot be opened, and TrainError if it is locked.
+    Raises OSError if the file cannot be opened, and TrainError if it is locked.
     """
 
     def __init__(self, path: Path, locked: bool = False) -> None:

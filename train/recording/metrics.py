@@ -60,7 +60,7 @@ UNITS = {
 }
 
 
-# Why a session ended -> whether that completes the run. A benchmark's session is measured.
+# Reason for the end of a session -> whether this completes the run. The reason "measured" belongs to benchmarks.
 REASONS = {"epochs": True, "target_accuracy": True, "patience": True, "callback": True, "measured": True,
            "max_steps": False, "time_limit": False, "signal": False, "error": False}
 STOPPED = ("signal", "error")
@@ -127,8 +127,8 @@ WIDE = 0.02  # width from which an interval is worth printing
 def interval(share: float, count: int) -> tuple[float, float]:
     """The 95 % confidence interval of a share of `count` (at least 1) independent cases, by Wilson's score.
 
-    It holds with few cases and near 0 and 1, too. Source: Wilson, J. Am. Stat. Assoc. 22 (1927), 209-212; Brown, Cai
-    and DasGupta, Statistical Science 16 (2001), 101-133, who recommend it.
+    This interval is also valid for few cases, and near 0 and 1. Source: Wilson, J. Am. Stat. Assoc. 22 (1927), 209-212;
+    recommended by Brown, Cai and DasGupta, Statistical Science 16 (2001), 101-133.
     """
     z2 = Z_95**2
     middle = (share + z2 / (2 * count)) / (1 + z2 / count)
@@ -151,12 +151,15 @@ EVALUATED = {VALIDATION: "val", TRAINING_IMAGES: "train_eval"}
 
 
 def accuracy_of(images: str, top: str = "top-1") -> str:
-    """The name of an accuracy: on the validation images, or on the training images if there are no others."""
+    """The name of an accuracy: on the validation images, or on the training images if there are no validation images.
+    """
     return f"{VALIDATION} {top}" if images == VALIDATION else f"{top} on the {images}"
 
 
 def tells_top5(num_classes: int | None) -> bool:
-    """Whether top-5 accuracy is meaningful for this number of classes (None: unknown); with five it is always 100 %."""
+    """Whether top-5 accuracy is meaningful for this number of classes (None: unknown); with five classes it is always
+    100 %.
+    """
     return num_classes is None or num_classes > 5
 
 
@@ -184,20 +187,22 @@ class EpochRow:
     val_top1: float | None = None
     val_top5: float | None = None
     val_balanced_top1: float | None = None
-    train_eval_loss: float | None = None  # on the training images, prepared as for validation, if there are no others
+    # loss on the training images, prepared as for validation, if there are no validation images
+    train_eval_loss: float | None = None
     train_eval_top1: float | None = None
     train_eval_top5: float | None = None
     train_eval_balanced_top1: float | None = None
     skipped_images: int = 0  # images of training and validation that cannot be decoded
     val_count: int | None = None  # images that were evaluated
     train_eval_count: int | None = None
-    # plug-ins' metrics by name, means over the images of the evaluation; empty without any
+    # plug-ins' metrics by name, means over the images of the evaluation; empty if there are none
     plugin_metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def evaluation(self) -> Evaluation | None:
-        """The evaluation on validation images, or on training images if there are no others; None: none in this
-        epoch."""
+        """The evaluation on validation images, or on training images if there are no validation images; None: no
+        evaluation in this epoch.
+        """
         for images, prefix in EVALUATED.items():
             names = (*Evaluation._fields[1:-1], "count")
             values = [getattr(self, f"{prefix}_{name}") for name in names]
@@ -211,7 +216,7 @@ class LossPoint:
     """Means over the steps since the previous point."""
 
     step: int
-    epoch: float  # including the fraction of the current one
+    epoch: float  # including the fraction of the current epoch
     loss: float
     top1: float
     learning_rate: float
@@ -237,9 +242,9 @@ class RunRecord:
     In the lists by step, item i belongs to step `steps_before` + i + 1.
     """
 
-    config: dict[str, Any]  # the last session's
-    command: str  # the first session's
-    images_per_step: int  # the last session's, over all processes and accumulated batches
+    config: dict[str, Any]  # configuration of the last session
+    command: str  # command of the first session
+    images_per_step: int  # images per step in the last session, over all processes and accumulated batches
     num_processes: int = 1
     num_classes: int | None = None  # classes of the network; missing in runs of earlier versions
     warmup_steps: int = 0  # steps at the start of every session that throughput excludes
@@ -248,18 +253,19 @@ class RunRecord:
     git_commit: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
     hardware: dict[str, Any] = field(default_factory=dict)
-    step_ms: list[float] = field(default_factory=list)  # from requesting the batch to updated parameters
+    # time of each step, from requesting the batch to updated parameters
+    step_ms: list[float] = field(default_factory=list)
     # part of step_ms: the longest wait of any process for its batch
     loader_wait_ms: list[float] = field(default_factory=list)
-    compute_ms: list[float] = field(default_factory=list)  # the rest of step_ms
+    compute_ms: list[float] = field(default_factory=list)  # step_ms without loader_wait_ms
     short_steps: list[list[int]] = field(default_factory=list)  # (index, images) of steps with fewer images
     session_starts: list[int] = field(default_factory=list)  # steps done at the start of each session
     session_images: list[int] = field(default_factory=list)  # images per step in each session
     seconds: float = 0.0  # total time of all sessions
-    # time of the sessions' commands before that, by phase: imports, data, network, ...
+    # time of the sessions' commands before training, by phase: imports, data, network, ...
     start_seconds: dict[str, float] = field(default_factory=dict)
     phase_seconds: dict[str, float] = field(default_factory=dict)  # validation, checkpoint, ...: time outside the steps
-    loader_images_per_sec: float | None = None  # the loader running alone, all processes together
+    loader_images_per_sec: float | None = None  # speed of the loader running alone, all processes together
     epochs: list[EpochRow] = field(default_factory=list)
     loss_curve: list[LossPoint] = field(default_factory=list)
     gpu_curve: list[GpuPoint] = field(default_factory=list)  # empty without a GPU
@@ -297,7 +303,7 @@ class RunRecord:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunRecord:
-        """The inverse of `to_dict`; raises TypeError or KeyError for other values."""
+        """The inverse of `to_dict`. Raises TypeError or KeyError for values that are not a record."""
         known = {f.name for f in dataclasses.fields(cls)}
         record = cls(**{name: value for name, value in values.items() if name in known})
         record.epochs = [EpochRow(**row) for row in values["epochs"]]
@@ -309,7 +315,8 @@ class RunRecord:
     def images(self) -> np.ndarray:
         """Images of each step."""
         images = np.full(len(self.step_ms), self.images_per_step)
-        for start, number in zip(self.session_starts, self.session_images, strict=False):  # empty in older reports
+        # these lists are empty in older reports
+        for start, number in zip(self.session_starts, self.session_images, strict=False):
             images[start:] = number
         for index, number in self.short_steps:
             images[index] = number
@@ -319,7 +326,7 @@ class RunRecord:
     def counted_steps(self) -> np.ndarray:
         """Indices of the steps that count for throughput: all but the first `warmup_steps` of every session.
 
-        If a run is too short for that, the last step of each session counts.
+        If a session has no more steps than `warmup_steps`, its last step counts.
         """
         bounds = [*self.session_starts, len(self.step_ms)] if self.session_starts else [0, len(self.step_ms)]
         parts = [
@@ -331,8 +338,9 @@ class RunRecord:
 
     @property
     def best(self) -> EpochRow | None:
-        """The epoch whose weights are kept as the best; None without an evaluation. In runs of earlier versions, and
-        where that epoch was undone: the one with the highest top-1."""
+        """The epoch whose weights are kept as the best; None without an evaluation. In runs of earlier versions, and if
+        that epoch was undone, this is the epoch with the highest top-1.
+        """
         rows = {row.epoch: row for row in self.epochs if row.evaluation}
         saved = [event["epoch"] for event in self.events if event.get("is_best") and "epoch" in event]
         if saved and saved[-1] in rows:
@@ -341,7 +349,7 @@ class RunRecord:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last session has ended as requested, and not by a signal or an error."""
+        """Whether the last session has ended regularly, not by a signal or an error."""
         last = self.events[-1] if self.events else {}
         # earlier versions gave no reason
         return last.get("event") == "end" and last.get("reason", "error" * (not last["completed"])) not in STOPPED
@@ -381,7 +389,9 @@ class RunRecord:
         )
 
     def apply(self, line: Mapping[str, Any]) -> None:
-        """Add one line of metrics.jsonl. Both the recorder and `read_jsonl` use this, so they cannot disagree."""
+        """Add one line of metrics.jsonl. Both the recorder and `read_jsonl` call this method, so their records are
+        equal.
+        """
         kind = line["event"]
         self.seconds = max(self.seconds, float(line.get("time", 0.0)))
         if kind == "units":
@@ -449,9 +459,9 @@ class RunRecord:
 
     @classmethod
     def read_jsonl(cls, path: Path, with_steps: bool = True) -> RunRecord:
-        """Read a run's record from its metrics.jsonl. A last line that a kill has cut off is left out.
+        """Read a run's record from its metrics.jsonl. If a kill has cut off the last line, that line is left out.
 
-        `with_steps`: False leaves out the steps, which are nearly all of a long run's file.
+        `with_steps`: False leaves out the steps, which make up nearly all of a long run's file.
 
         Raises TrainError if a line does not belong to a run's metrics.
         """

@@ -16,9 +16,9 @@ from train.recording.metrics import SCHEMA, UNITS, RunRecord
 class MetricsFile(LogFile):
     """The file `path`, created or continued (a resumed run).
 
-    Each event is written as one line at once, so that a killed run keeps it, and is added to `record`. `clock` returns
-    seconds. The file's folder is created if needed. The file is locked while it is open, so that no two processes write
-    one run. Raises TrainError if the file is foreign, locked or cannot be written.
+    Each event is added to `record`, and written immediately as one line, so that a killed run keeps the event. `clock`
+    returns seconds. The file's folder is created if needed. The file is locked while it is open, so that no two
+    processes write one run. Raises TrainError if the file is foreign, locked or cannot be written.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
@@ -60,7 +60,8 @@ def _finite(value: Any) -> Any:
 
 
 def _cut_unfinished_line(path: Path) -> None:
-    """Remove an incomplete last line, which a killed process leaves, so that appending starts on a new line."""
+    """Remove an incomplete last line, which a killed process may leave, so that new lines start on a line of their own.
+    """
     content = path.read_bytes()
     end = content.rfind(b"\n") + 1
     if end < len(content):

@@ -25,7 +25,7 @@ OPTIONS = {  # MLPerf's key -> our option
 
 
 class MLPerfLog(LogFile):
-    """Appends one line per event to a file. Raises TrainError if it cannot be written."""
+    """Appends one line per event to a file. Raises TrainError if the file cannot be written."""
 
     def __init__(self, path: Path) -> None:
         with log_of_run(path):
@@ -53,7 +53,7 @@ class MLPerfLog(LogFile):
         self._write("POINT_IN_TIME", key, value, metadata)
 
     def _write(self, event_type: str, key: str, value: Any, metadata: dict[str, Any]) -> None:
-        caller = sys._getframe(2)  # the caller of start, end or point: MLPerf wants the place in the code
+        caller = sys._getframe(2)  # the caller of start, end or point: MLPerf records the place in the code
         line = {
             "namespace": "",
             "time_ms": time.time_ns() // 1_000_000,

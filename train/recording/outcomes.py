@@ -1,5 +1,6 @@
-"""Counts of a network's predictions: confusions between classes, calibration, the mistakes with the highest
-probability, and a sample."""
+"""Collects a network's predictions: counts of confusions between classes, calibration, the mistakes with the highest
+probability, and a sample.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +17,12 @@ UNEVEN = 2  # ratio of class sizes from which plain accuracy depends too much on
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Predictions for some images, counted. Only pairs of classes that occur are stored, so that a thousand classes
-    need no matrix of a million counts, and processes can send each other the counts."""
+    """Counted predictions for some images. Only pairs of classes that occur are stored, so that a thousand classes need
+    no matrix of a million counts. The counts are therefore small enough to send between processes.
+    """
 
     pairs: np.ndarray  # int64 (P, 3): true class, predicted class, images (at least one); sorted
-    # float64 (NUM_BINS, 3), per bin of the guess's probability: images, right ones, sum of the probabilities
+    # float64 (NUM_BINS, 3), per bin of the guess's probability: images, right guesses, sum of the probabilities
     bins: np.ndarray
     # int64 (M, 3): index of the image in the split, true class, predicted class; the highest probability first
     mistakes: np.ndarray
@@ -34,7 +36,7 @@ class Outcomes:
     def of(cls, probabilities: np.ndarray, labels: np.ndarray, images: Sequence[int],
            sampled: Sequence[int] = ()) -> Outcomes:
         """The outcomes of a batch: probabilities (N, classes), labels (N,), and the images' indices in the split (N, or
-        empty). `sampled`: the indices of images whose predictions are kept, whatever they are.
+        empty). `sampled`: the indices of images whose predictions are kept in any case.
 
         Among equally likely classes the first is the guess, as in the executors' top-1.
         """
@@ -88,8 +90,9 @@ class Outcomes:
         return bool(images.max() >= UNEVEN * images[images > 0].min())
 
     def by_class(self, num_classes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For each class (num_classes,): its images, those predicted correctly, and all images predicted as the
-        class."""
+        """For each class (num_classes,): its images, its correctly predicted images, and all images predicted as the
+        class.
+        """
         true, guess, count = self.pairs.T
         is_right = true == guess
         found = (np.bincount(each, weights, num_classes)
@@ -98,8 +101,9 @@ class Outcomes:
         return images, right, guessed
 
     def confusion(self, num_classes: int) -> np.ndarray:
-        """The confusion matrix, int64 (num_classes, num_classes): images of the row's class predicted as the
-        column's."""
+        """The confusion matrix, int64 (num_classes, num_classes): images of the row's class that were predicted as the
+        column's class.
+        """
         matrix = np.zeros((num_classes, num_classes), np.int64)
         matrix[self.pairs[:, 0], self.pairs[:, 1]] = self.pairs[:, 2]
         return matrix
@@ -113,7 +117,7 @@ class Outcomes:
 def _counted(true: np.ndarray, guess: np.ndarray, count: np.ndarray) -> np.ndarray:
     """Sum up pairs that may occur several times, for `Outcomes.pairs`."""
     classes = max(true.max(initial=0), guess.max(initial=0)) + 1
-    # Pairs are coded as single numbers, because NumPy takes 20 times as long to find equal rows.
+    # Pairs are coded as single numbers, because NumPy takes 20 times as long to find equal rows as equal numbers.
     pairs, place = np.unique(true * classes + guess, return_inverse=True)
     counts = np.bincount(place, count, len(pairs))
     return np.stack([*np.divmod(pairs, classes), counts.astype(np.int64)], axis=1)

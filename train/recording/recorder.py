@@ -48,22 +48,18 @@ T = TypeVar("T")
 class Recorder:
     """Measures a run and logs its events. Methods are called in the order shown above.
 
-    Every rank has a recorder, because `log_due` must be equal on all; only the `enabled` one (rank 0) writes and
+    Every rank has a recorder, because `log_due` must be equal on all; only the `enabled` recorder (rank 0) writes and
     prints.
 
-    Args:
-        folder: the run's output folder; its metrics.jsonl is continued, if there is one (a resumed run).
-        config: the resolved configuration, as plain JSON values.
-        images_per_step: images per optimizer step, over all processes and accumulated batches.
-        num_epochs: epochs of the whole run, for the time left; None: the run's end is unknown.
-        log_every: optimizer steps between two log lines.
-        num_processes: for the report.
-        num_classes: classes of the network; with five or fewer no top-5 accuracy is shown. None: unknown.
-        evaluated: the images used in validation, a key of `metrics.EVALUATED`.
-        first_step: optimizer steps done at the checkpoint that the run resumes from.
-        first_epoch: epochs completed at that checkpoint.
-        start_seconds: seconds that the command has taken so far, by phase (`common.phases`).
-        warmup_steps: steps at the start of a session that throughput excludes, while kernels are chosen and caches
+    Args: folder: the run's output folder; its metrics.jsonl is continued, if there is one (a resumed run). config: the
+        resolved configuration, as plain JSON values. images_per_step: images per optimizer step, over all processes and
+        accumulated batches. num_epochs: epochs of the whole run, for the time left; None: the run's end is unknown.
+        log_every: optimizer steps between two log lines. num_processes: number of processes, for the report.
+        num_classes: classes of the network; with five or fewer no top-5 accuracy is shown. None: unknown. evaluated:
+        the images used in validation, a key of `metrics.EVALUATED`. first_step: optimizer steps done at the checkpoint
+        that the run resumes from. first_epoch: epochs completed at that checkpoint. start_seconds: seconds that the
+        command has taken so far, by phase (`common.phases`). warmup_steps: steps at the start of a session that
+        throughput excludes, while kernels are chosen and caches
             fill.
         tensorboard, mlperf: write these logs too.
         console: the output, see `Terminal`.
@@ -109,11 +105,13 @@ class Recorder:
         self._next_log = first_step + 1
         self._last_line = clock()  # time of the terminal's last line
         self._phase = ""  # the latest phase
-        self._start_seconds, self._phase_seconds = dict(start_seconds), dict[str, float]()  # of this session
-        self._learning_rate = 0.0  # the last step's
-        self._last_step_images: int | None = None  # set if the last step had fewer images than the others
-        self._interval: Interval | None = None  # the closed interval, if it still waits for its metrics
-        self._skipped_steps = 0  # since the last log line
+        # seconds of this session by phase
+        self._start_seconds, self._phase_seconds = dict(start_seconds), dict[str, float]()
+        self._learning_rate = 0.0  # learning rate of the last step
+        # number of images in the last step, if it had fewer images than the others
+        self._last_step_images: int | None = None
+        self._interval: Interval | None = None  # the closed interval, if it still has no metrics
+        self._skipped_steps = 0  # skipped steps since the last log line
         self._logs: RunLogs | None = None
         self._terminal: Terminal | None = None
         self._named_bad: set[str] = set()  # bad and damaged images already named in the run's metrics
@@ -144,7 +142,7 @@ class Recorder:
         """Yield the batches; the time until each arrives counts as the step's wait for the loader.
 
         A loader's `bad_images` and `damaged_images` (file or record, reason) become events and lines on the terminal as
-        soon as they are found; those found earlier, now.
+        soon as they are found. Images found before this call are reported at once.
         """
         iterator = iter(batches)
         while True:
@@ -192,8 +190,9 @@ class Recorder:
         self._clock.stop(idle_seconds)
 
     def end_step(self, learning_rate: float, images: int | None = None) -> None:
-        """Record the end of an optimizer step with this learning rate. `images`: its number of images, if smaller
-        because the epoch ended."""
+        """Record the end of an optimizer step with this learning rate. `images`: the number of images in the step, if
+        it is smaller because the epoch ended.
+        """
         self._place.step += 1
         self._learning_rate, self._last_step_images = learning_rate, images
         self._clock.end_step(self._place.step, self.record.images_per_step if images is None else images)
@@ -224,14 +223,15 @@ class Recorder:
         self._last_line = self._clock.now()
 
     def close_interval(self) -> None:
-        """Close the interval when the metrics have been requested: the next call of `log` gets the metrics of the steps
-        up to the one that has just ended.
+        """Close the interval; to be called when the metrics have been requested. The next call of `log` gets the
+        metrics of all steps up to the step that has just ended.
 
-        Call it whenever `log_due` is true, which prints a line, and wherever else metrics are read.
+        Call this whenever `log_due` is true, which prints a line, and at every other place that reads metrics.
         """
         assert self._interval is None, "the previous interval still waits for its metrics"
         place = self._place
-        starts = self.is_first_step and place.epoch_steps > 1  # the first step's time says nothing about later ones
+        # the time of the first step does not predict the time of later steps
+        starts = self.is_first_step and place.epoch_steps > 1
         self._interval = Interval(
             step=place.step,
             epoch=place.epochs_done,
@@ -249,7 +249,7 @@ class Recorder:
 
     @property
     def loader_waits(self) -> list[float]:
-        """For each step of the closed interval: ms for which this process waited for its batch."""
+        """For each step of the closed interval, the milliseconds that this process waited for its batch."""
         assert self._interval, "close_interval() comes first"
         return self._interval.times.loader_wait_ms
 
@@ -261,13 +261,13 @@ class Recorder:
 
         `loader_waits`: like the property, but for the process that waited longest, for which all others wait.
         `skipped_steps`: steps of the interval that changed no weight because a gradient was not finite.
-        `gradient_norm`: of the interval's last step, if gradients are clipped.
+        `gradient_norm`: the gradient norm in the interval's last step, if gradients are clipped.
         """
         interval, self._interval = self._interval, None
         assert interval, "close_interval() comes first"
         if loader_waits is not None:
             interval.times.set_waits(loader_waits)
-        self._clock.hold()  # waiting for the metrics is part of the next step
+        self._clock.hold()  # time spent waiting for the metrics is part of the next step
         logs = self._whole_logs()
         if not (logs and self._terminal):
             return
@@ -296,14 +296,14 @@ class Recorder:
         seconds = self._clock.now() - start
         if self._terminal:
             self._terminal.show()
-        self._clock.leave_out(seconds)  # a checkpoint within an epoch does not count for the next step
+        self._clock.leave_out(seconds)  # the time of a checkpoint within an epoch does not count for the next step
         self._phase_seconds[name] = self._phase_seconds.get(name, 0.0) + seconds
         if self._logs and is_validation:
             self._logs.end_validation(self._place.epoch + 1)
         self._emit("phase", name=name, seconds=seconds)
 
     def seconds(self) -> dict[str, float]:
-        """Where the seconds of this session went, from the start of its command, by phase."""
+        """The seconds of this session by phase, from the start of its command."""
         first = self.record.session_starts[-1]
         steps, waits = (sum(ms[first + 1 :]) / 1e3 for ms in (self.record.step_ms, self.record.loader_wait_ms))
         begun = {}
@@ -322,8 +322,9 @@ class Recorder:
 
     def end_epoch(self, validation: Metrics | None = None, balanced_top1: float | None = None,
                   plugin_metrics: Mapping[str, float] | None = None) -> None:
-        """End the epoch, with its validation if any. `balanced_top1`: given if it is to be shown. `plugin_metrics`:
-        means of the plug-ins' metrics."""
+        """End the epoch, with its validation if any. `balanced_top1`: None if it must not be shown. `plugin_metrics`:
+        means of the plug-ins' metrics.
+        """
         if not (self._logs and self._terminal):
             return
         self._write_unread()
@@ -342,8 +343,9 @@ class Recorder:
 
     @property
     def latest_epoch(self) -> dict[str, float]:
-        """The numbers of the latest epoch by name, as in metrics.jsonl, and the plug-ins' metrics by theirs; empty on
-        ranks that do not record."""
+        """The numbers of the latest epoch by their names in metrics.jsonl, and the plug-ins' metrics by name. Empty on
+        ranks that do not record.
+        """
         if not self.record.epochs:
             return {}
         row = self.record.epochs[-1]
@@ -353,8 +355,9 @@ class Recorder:
     # --- other events ---
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Log an event in metrics.jsonl and the report: `checkpoint`, `bad_image`, `stop`, ... Its `step` is the
-        present one unless given."""
+        """Log an event in metrics.jsonl and the report: `checkpoint`, `bad_image`, `stop`, ... The event's `step` is
+        the present step unless given.
+        """
         self._emit(kind, **{"step": self._place.step, **fields})
 
     def name_image(self, kind: str, file: str, reason: str) -> None:
@@ -388,7 +391,7 @@ class Recorder:
         if not self._terminal:
             return
         self._terminal.close()
-        # A full disk may be the cause of the end. Write as much as possible, and let the first error be shown.
+        # A full disk may be the cause of the end. Write as much as possible, and raise the first error.
         with contextlib.suppress(TrainError):
             self._write_unread()
             if logs := self._whole_logs():

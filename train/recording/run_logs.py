@@ -33,7 +33,7 @@ class RunLogs:
         self._metrics = MetricsFile(folder / METRICS_FILE, clock)
         self._tensorboard: TensorBoardLog | None = None
         self._mlperf: MLPerfLog | None = None
-        self._first_step = 0  # steps done before the session
+        self._first_step = 0  # number of steps done before the session
         self.record = self._metrics.record
 
     def begin_session(
@@ -89,8 +89,9 @@ class RunLogs:
         self, interval: Interval, metrics: Metrics | None, gpu: GpuReadings | None = None, skipped_steps: int = 0,
         gradient_norm: float | None = None
     ) -> None:
-        """Log some steps with their metrics; None if the metrics were never read. Other arguments as in
-        `Recorder.log`."""
+        """Log some steps with their metrics; None if the metrics were never read. The other arguments are those of
+        `Recorder.log`.
+        """
         loss, top1 = (metrics.loss_sum / metrics.count, metrics.top1 / metrics.count) if metrics else (None, None)
         step_ms = interval.times.step_ms
         images = np.full(len(step_ms), self.record.images_per_step)

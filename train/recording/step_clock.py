@@ -11,14 +11,15 @@ import numpy as np
 
 from train.recording.metrics import Speed, speed
 
-SPEED_WINDOW = 100  # steps averaged for the speed on the terminal: smooth, but a slow-down still shows
+# steps averaged for the speed on the terminal: enough steps for a smooth value, but few enough to show a slow-down
+SPEED_WINDOW = 100
 
 
 @dataclass
 class Place:
     """The position of a run: optimizer steps and epochs done, and the current epoch."""
 
-    num_epochs: int | None  # of the whole run; None: its end is unknown
+    num_epochs: int | None  # epochs of the whole run; None: the end of the run is unknown
     step: int
     epoch: int
     epoch_first_step: int  # steps done when the epoch began
@@ -35,7 +36,7 @@ class Place:
 
     @property
     def epochs_done(self) -> float:
-        """Epochs done, including the fraction of the current one."""
+        """Epochs done, including the fraction of the current epoch."""
         return self.epoch + self.epoch_step / max(self.epoch_steps, 1)
 
     def __str__(self) -> str:
@@ -58,31 +59,33 @@ class StepTimes:
         self.compute_ms.append(round(step_ms - wait_ms, 4))
 
     def set_waits(self, loader_waits: Sequence[float]) -> None:
-        """Set the waits of another process, limited to the lengths of the steps here."""
+        """Replace the waits for the loader by the waits of another process, limited to the durations of the steps in
+        this process.
+        """
         self.loader_wait_ms = [min(wait, step) for wait, step in zip(loader_waits, self.step_ms, strict=True)]
         self.compute_ms = [round(step - wait, 4) for wait, step in zip(self.loader_wait_ms, self.step_ms, strict=True)]
 
 
 @dataclass
 class Interval:
-    """The steps of one sum of metrics: those after the previous interval, up to `step`."""
+    """The steps over which metrics are summed: the steps after the previous interval, up to `step`."""
 
     step: int
-    epoch: float  # with the fraction done
+    epoch: float  # epochs done, with the fraction of the current epoch
     place: str  # the position in words
-    learning_rate: float  # the last step's
-    is_logged: bool  # whether it gets a line on the terminal
-    time_left: str  # of the run, in words
+    learning_rate: float  # learning rate of the last step
+    is_logged: bool  # whether the interval gets a line on the terminal
+    time_left: str  # time left of the run, in words
     rate: Speed | None  # speed of the latest steps, to show; None for a session's first interval
     times: StepTimes
-    last_step_images: int | None  # set if the last step has fewer images
+    last_step_images: int | None  # number of images in the last step, if it has fewer images
 
 
 class StepClock:
     """Measures the steps of a session.
 
-    A step lasts from the end of the previous step, or from the beginning of its epoch, to its own end. Time that is
-    `left_out` (validation, checkpoints) does not count.
+    A step lasts from the end of the previous step, or from the beginning of its epoch, to its own end. Time passed to
+    `leave_out` (validation, checkpoints) does not count.
 
     Args:
         now: returns seconds.
@@ -98,12 +101,12 @@ class StepClock:
         self._overhang = 0.0  # seconds from the last step's end to `end_step` or `hold`, which count for the next step
         self._waited = 0.0  # s; waits in this step so far
         self._waited_before = 0.0  # s; waits in the previous step, if the device works ahead
-        self._times = StepTimes([], [], [])  # since the last `take`
+        self._times = StepTimes([], [], [])  # times of the steps since the last `take`
         self._recent_ms: deque[float] = deque(maxlen=SPEED_WINDOW)
         self._recent_images: deque[int] = deque(maxlen=SPEED_WINDOW)
         # start time of the current epoch, if the session has it from its first step
         self._epoch_began: float | None = None
-        self._epoch_step_ms = 0.0  # sum of its steps
+        self._epoch_step_ms = 0.0  # sum of the times of the epoch's steps
         self._rests: list[float] = []  # s; time of the session's complete epochs outside their steps
 
     def begin_epoch(self, is_whole: bool) -> None:
@@ -165,9 +168,9 @@ class StepClock:
     def time_left(self, place: Place) -> str:
         """The remaining time of the run, in words; "" if it cannot be estimated.
 
-        It is the time of the remaining steps plus the other time of the remaining epochs (validation, checkpoints),
-        which is known after one complete epoch. The first epoch's is not used if possible, because it includes all
-        set-up.
+        The estimate is the time of the remaining steps plus the remaining epochs' time outside steps (validation,
+        checkpoints). The latter is known after one complete epoch. The first epoch is left out of the mean if possible,
+        because its time includes all set-up.
         """
         if place.num_epochs is None:
             return ""

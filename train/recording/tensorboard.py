@@ -1,7 +1,7 @@
 """TensorBoard's event file of a run.
 
-It is written directly, using tensorboardX's messages. tensorboardX's own SummaryWriter writes in a thread that ends on
-a full disk, and then the training loop would wait for it forever.
+The file is written directly, with the message classes of tensorboardX. tensorboardX's own SummaryWriter writes in a
+thread that ends if the disk is full; the training loop would then wait for this thread forever.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ FLUSH_SECONDS = 60.0
 
 class TensorBoardLog:
     """A new event file in `folder`, which is created if needed. Points of earlier sessions from step `first_step` on
-    are hidden, because these steps are done again. Raises TrainError if it cannot be written."""
+    are hidden, because these steps are done again. Raises TrainError if the file cannot be written.
+    """
 
     def __init__(self, folder: Path, first_step: int) -> None:
         from tensorboardX.proto import event_pb2, summary_pb2  # slow to import

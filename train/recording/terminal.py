@@ -12,10 +12,10 @@ from train.recording.metrics import IMAGES, VALIDATION, WORDS, EpochRow, Speed, 
 
 
 class Terminal:
-    """Prints lines. A terminal also gets a progress bar below them; other outputs get no control codes.
+    """Prints lines. A terminal also gets a progress bar below the lines; other outputs get no control codes.
 
-    `num_epochs`: of the whole run; None if its end is unknown (a benchmark ends when its figure is known). `examples`:
-    IMAGES or WORDS. `tells_top5`: whether top-5 accuracy is shown.
+    `num_epochs`: epochs of the whole run; None if the run's end is unknown (a benchmark ends when its figure is known).
+    `examples`: IMAGES or WORDS. `tells_top5`: whether top-5 accuracy is shown.
     """
 
     def __init__(self, num_epochs: int | None, console: Console | None = None, examples: str = IMAGES,
@@ -49,8 +49,9 @@ class Terminal:
         self, place: str, rate: Speed | None, loss: float | None, learning_rate: float, time_left: str,
         skipped_steps: int = 0
     ) -> None:
-        """Print a log line. `time_left` is shown if it and `rate`, from which it is computed, are known.
-        `skipped_steps`: the line's steps that changed no weight."""
+        """Print a log line. `time_left` is shown if `time_left` and `rate`, from which it is computed, are known.
+        `skipped_steps`: how many of the line's steps changed no weight.
+        """
         shown_rate = f"  {self.examples}/sec: {rate}" if rate else ""
         shown_loss = f"  loss {loss:.3f}" if loss is not None else ""
         shown_skipped = f"  {skipped_steps} skipped (overflow)" if skipped_steps else ""
@@ -61,7 +62,7 @@ class Terminal:
         self.show()
 
     def show(self, activity: str = "") -> None:
-        """Show an activity beside the bar; "": the latest steps' speed again."""
+        """Show an activity beside the bar; "": show the speed of the latest steps again."""
         if self.progress and self._task is not None:
             self.progress.update(self._task, status=activity or self._status)
 

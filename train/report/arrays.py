@@ -25,13 +25,15 @@ def save(path: Path, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
             array = io.BytesIO()
             np.lib.format.write_array(array, np.asarray(value), allow_pickle=False)
-            # ZipInfo sets a fixed time. The clock's own may be before 1980, which a zip file cannot store.
+            # ZipInfo sets a fixed time. The clock may show a time before 1980, which a zip file cannot store.
             archive.writestr(zipfile.ZipInfo(f"{name}.npy"), array.getvalue(), zipfile.ZIP_DEFLATED)
     files.write(path, content.getvalue())
 
 
 def read(path: Path, make: Callable[[Mapping[str, np.ndarray]], T]) -> T | None:
-    """`make` applied to the arrays; None if there is no file. Raises TrainError if it cannot be read."""
+    """Read the arrays of a file and return `make(arrays)`; None if the file does not exist. Raises TrainError if the
+    file cannot be read.
+    """
     if not path.is_file():
         return None
 

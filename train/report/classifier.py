@@ -1,6 +1,6 @@
 """A report on a trained classifier: its confusions, the mistakes with the highest probability, and its calibration.
 
-The data is stored in a file of the report's folder, from which the report is drawn.
+The report is drawn from a data file in the report's folder.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from train.report import arrays, classifier_plots, plots
 from train.report.document import Block, Heading, Plot, Table, Text
 from train.report.predictions import Predictions
 
-FILE = "classifier.npz"  # in the report's folder, beside its pictures
+FILE = "classifier.npz"  # file in the report's folder, beside the pictures
 CONFUSION, MISTAKES, CALIBRATION = "confusion.png", "mistakes.png", "calibration.png"
 MAX_MATRIX = 50  # classes; a picture with more would be unreadable
 MAX_TABLE = 20  # classes; with more the table has only the first and the last ones
-NUM_ENDS = 10  # number of first and of last classes in that table
+NUM_ENDS = 10  # number of first classes, and of last classes, in the shortened table
 NUM_CONFUSED = 10  # pairs listed beside the confusion matrix; twice as many without it
 
 
@@ -34,7 +34,7 @@ class Classifier:
     names: list[str]  # unique names of all classes of the network
     files: list[str]  # file or record of each mistake in the outcomes; empty if images have none
     pictures: np.ndarray  # uint8 (S, size, size, 3): pictures of the mistakes that could be read again
-    shown: np.ndarray  # int (S,): indices of these mistakes
+    shown: np.ndarray  # int (S,): indices of the mistakes with pictures
     images: str  # a name for the images
     epoch: int  # completed epochs of training; 0: unknown
 
@@ -106,7 +106,8 @@ class Classifier:
 
     def blocks(self, best_epoch: int = 0) -> list[Block]:
         """The classifier's part of a report. `best_epoch`: the epoch of the best weights, which later commands use; 0
-        if the report shows these."""
+        if the report shows these weights.
+        """
         outcomes, figures = self.outcomes, self.figures
         known = self.to_dict()
         what = f"{outcomes.num_images:,} {self.images}"

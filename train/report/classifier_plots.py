@@ -1,4 +1,4 @@
-"""The plots of a classifier, in a light and a dark version like those of `plots`."""
+"""The plots of a classifier, each in a light and a dark version, like the plots of `plots`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ LONGEST_NAME = 24  # most letters of a name
 
 
 def confusion(matrix: np.ndarray, names: Sequence[str], theme: Theme) -> Drawing:
-    """The confusion matrix (classes, classes), with true classes as rows. A cell's shade is its share of the row, in
-    one colour on the diagonal and in another beside it. With few classes, cells show numbers of images."""
+    """The confusion matrix (classes, classes), with true classes as rows. A cell's shade shows the cell's share of its
+    row. The diagonal has one colour, all other cells have another. With few classes, cells also show numbers of images.
+    """
     count = len(names)
     share = matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
     # The square root makes the few mistakes of a good network visible.

@@ -17,12 +17,14 @@ from train.report.runs import Run
 from train.report.summary import Summary
 
 SEED = "seed"
-OF_PLACE = ("output", "resume")  # options on where a run is stored, not on what it does
+OF_PLACE = ("output", "resume")  # options that only determine where a run is stored
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of the runs of one configuration; `values` has it for each run that has it, at least one."""
+    """A figure of the runs of one configuration. `values` has the values of all runs that have the figure, at least
+    one.
+    """
 
     values: tuple[float, ...]
     num_runs: int
@@ -37,7 +39,7 @@ class Figure:
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
     def text(self, form: Callable[[float], str]) -> str:
-        """Mean and deviation, and how many of the runs have the figure if not all do."""
+        """Mean and deviation as text; if not all runs have the figure, also the number of runs that have it."""
         spread = "" if self.deviation is None else f" ± {form(self.deviation)}"
         share = f" ({len(self.values)} of {self.num_runs})" if len(self.values) < self.num_runs else ""
         return f"{form(self.mean)}{spread}{share}"
@@ -75,7 +77,7 @@ class Member:
 
     @property
     def plugin_metrics(self) -> Mapping[str, float]:
-        """The metrics of plug-ins on the validation images, by name, in the epoch that `best_top1` is of."""
+        """The metrics of plug-ins on the validation images, by name, in the epoch of `best_top1`."""
         best = self.run.best_epoch
         return best.plugin_metrics if best and self.best_top1 is not None else {}
 
@@ -89,8 +91,9 @@ class Member:
         return interval(top1, count) if count else None
 
     def seconds_to(self, accuracy: float) -> float | None:
-        """Seconds from the run's start to the end of the first validation that reaches an accuracy; None if none
-        does."""
+        """Seconds from the run's start to the end of the first validation that reaches an accuracy; None if no
+        validation does.
+        """
         return next((3600 * hours for _, hours, top1 in self.validated if top1 >= accuracy), None)
 
     @property
@@ -126,7 +129,7 @@ class Row:
         return Figure(values, len(self.members)) if values else None
 
     def setting(self, name: str) -> list[Any]:
-        """The values of a setting in the runs, without repetitions."""
+        """The values of a setting in the runs, without duplicates."""
         found: list[Any] = []
         for member in self.members:
             if (value := member.settings.get(name)) not in found:

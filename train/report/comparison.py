@@ -1,4 +1,4 @@
-"""Runs side by side: the options in which they differ, accuracies with intervals, time to accuracy, speed and energy.
+"""Compares runs: the options in which they differ, accuracies with intervals, time to accuracy, speed and energy.
 
     comparison = compare([Path("runs/a"), Path("runs/b")])
     comparison.rows, comparison.to_dict(), comparison.blocks("comparison")
@@ -28,7 +28,7 @@ from train.report.runs import FAILED, FINISHED, RUNNING, Run
 from train.report.summary import summarize
 
 MAX_COLUMNS = 4  # configurations; with more of them, the table of options has a line for each instead of a column
-# Candidates for the time to accuracy, ascending.
+# Candidates for the accuracies to which time is measured, ascending.
 LADDER = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.94, 0.95, 0.96, 0.97, 0.98, 0.99, 0.995)
 NUM_ACCURACIES = 4  # most accuracies from the ladder, if none are given
 
@@ -62,7 +62,7 @@ ACCURACIES = {"best_top1": "best top-1", "last_top1": "last top-1"}
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs side by side.
+    """A comparison of runs.
 
     rows: one for each configuration, in the order in which the runs were given.
     differing: setting (an option such as --learning-rate, or machine, processes, commit) -> its value in each row; only
@@ -287,7 +287,7 @@ def _readable(folders: Sequence[Path | str]) -> tuple[list[tuple[str, Run]], lis
 
 
 def _remarks(member: Member) -> list[str]:
-    """Sentences about a run that is not complete and validated."""
+    """Sentences about a run that is not complete or not validated."""
     run, notes = member.run, []
     done = f"{run.epochs_done} of {run.epochs_wanted} epochs" if run.epochs_wanted else f"step {run.record.steps_done}"
     if run.state == RUNNING:
@@ -326,8 +326,9 @@ def _numbers(counts: set[int]) -> str:
 
 
 def _rows(members: Sequence[Member]) -> tuple[Row, ...]:
-    """The runs by configuration, each with its own name. An unfinished run stands alone: its figures would change the
-    means of complete ones."""
+    """The runs by configuration, each with its own name. An unfinished run has a row of its own: its figures would
+    change the means of complete runs.
+    """
     groups: dict[str, list[Member]] = {}
     for member in members:
         groups.setdefault(member.configuration if member.run.is_over else member.name, []).append(member)
@@ -367,7 +368,9 @@ def _shown(value: Any) -> str:
 
 
 def _choose(best: Sequence[Figure | None]) -> tuple[float, ...]:
-    """Accuracies for the time to accuracy: the highest of LADDER that a run reaches, and the highest that all reach."""
+    """Accuracies for the time to accuracy: the highest of LADDER that a run reaches, and the highest that all runs
+    reach.
+    """
     tops = [top for figure in best if figure for top in figure.values]
     reached = [step for step in LADDER if tops and step <= max(tops)]
     by_all = [step for step in reached if step <= min(tops)][-1:]
@@ -394,7 +397,7 @@ def _text(figure: Figure | None, form: Callable[[float], str]) -> str:
 
 
 def _accuracy(row: Row, of: Callable[[Member], float | None]) -> str:
-    """An accuracy: for a single run with its interval, for several with mean and deviation."""
+    """An accuracy as text: for a single run with its interval, for several runs with mean and deviation."""
     figure = row.figure(of)
     if figure is None:
         return ""

@@ -1,4 +1,4 @@
-"""The plots of a comparison as SVG: the curves of all its runs, laid over each other."""
+"""The plots of a comparison as SVG: the curves of all runs, in common axes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ CAPTIONS = {
     LOSS: "Mean training loss between two log lines; its level depends on label smoothing, mixup and CutMix.",
 }
 DASHES = ("-", "--", ":", "-.")  # for more curves than colours
-LONGEST_NAME = 44  # letters
+LONGEST_NAME = 44  # most letters of a name
 MAX_NAMED = 24  # curves that the legend names
 
 Points = Sequence[tuple[float, float]]
 
 
 class Curves(NamedTuple):
-    """The curves of one configuration; each list has one element for each of its runs."""
+    """The curves of one configuration; each list has one element for each run."""
 
     name: str
     validated: Sequence[Sequence[tuple[int, float, float]]]  # (epoch, hours, top-1)
@@ -69,7 +69,7 @@ def _accuracies(curves: Curves, by_time: bool, scale: float) -> Line | None:
 
 
 def _losses(curves: Curves) -> Line | None:
-    """Training loss; runs of one configuration are read at the epochs of the shortest of them."""
+    """Training loss; runs of one configuration are read at the epochs of the shortest run."""
     found = [np.array(run) for run in curves.losses if len(run)]
     if not found:
         return None

@@ -52,10 +52,10 @@ def read(path: Path) -> tuple[Arrays, Record]:
     Raises OSError if the file cannot be read, and TrainError if it is damaged, or has what no network here can have.
     """
     model = onnx_reader.parsed(str(path), onnx_reader.content_of(path))
+    about = {entry.key: entry.value for entry in model.metadata_props}
+    if model.producer_name not in PRODUCERS or "batch_norms" not in about:
+        return _of_others(path), record.find(path)
     with content_of_file(lambda reason: f"{path} is not a complete ONNX file ({reason}): write it again"):
-        about = {entry.key: entry.value for entry in model.metadata_props}
-        if model.producer_name not in PRODUCERS or "batch_norms" not in about:
-            return _of_others(path), record.find(path)
         if about.get("model", "").endswith(models.NETWORK_FILES):  # a network of another file: here it is this file's
             return _of_others(path), replace(_record(path, about), architecture="")
         if any(node.op_type == "QuantizeLinear" for node in model.graph.node):

@@ -1,4 +1,4 @@
-"""Device memory that all work on a GPU's stream shares, one after the other."""
+"""Device memory that all work on a GPU's stream uses in turn."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ Place = Callable[[int], None]
 
 
 class Arena:
-    """One block of memory for all work whose results nobody needs afterwards: training steps and inference at every
-    size, and the timing of kernels. It is as large as the largest request so far."""
+    """One block of memory for intermediate results, which no later work needs: for training steps and inference at
+    every size, and for timing kernels. The block is as large as the largest request so far.
+    """
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -20,8 +21,9 @@ class Arena:
         self.num_bytes = 0
 
     def reserve(self, num_bytes: int) -> int:
-        """Address of this many bytes, with any contents, valid until the next call: a larger request may move the
-        memory. Raises TransientError if they do not fit."""
+        """The address of `num_bytes` bytes with arbitrary contents. The address is valid until the next call, because a
+        larger request may move the memory. Raises TransientError if the bytes do not fit.
+        """
         if num_bytes > self.num_bytes:
             self._gpu.check_free(num_bytes - self.num_bytes)  # checked before anything is freed
             if self.num_bytes:
@@ -33,7 +35,7 @@ class Arena:
         return self._address
 
     def admit(self, num_bytes: int, place: Place) -> None:
-        """Call `place` with the address of this many bytes, now and whenever they move, until `dismiss`."""
+        """Call `place` with the address of `num_bytes` bytes, now and whenever the memory moves, until `dismiss`."""
         place(self.reserve(num_bytes))
         self._tenants.append(place)
 

@@ -11,7 +11,7 @@ from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.parameters import FlatArray
 from graph_passes.passes.precision import ITEM_BYTES
 
-# No computation is left to hide the last all-reduce, so it must be small.
+# No computation is left to overlap with the last all-reduce, so the last bucket must be small.
 LAST_BUCKET_BYTES = 2**20
 
 
@@ -39,8 +39,8 @@ class Bucket:
 def cut(sizes: Sequence[int], num_buckets: int) -> list[tuple[int, int]]:
     """Cut tensors with these sizes in bytes, in order, into at most `num_buckets` ranges (first, end) of indices.
 
-    The last range is no larger than the others. It has at most LAST_BUCKET_BYTES, but at least one tensor. The others
-    have about equal sizes.
+    The last range is no larger than the others. The last range has at most LAST_BUCKET_BYTES, but at least one tensor.
+    The other ranges have about equal sizes.
     """
     if num_buckets == 1 or len(sizes) == 1:
         return [(0, len(sizes))]

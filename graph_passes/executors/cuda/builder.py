@@ -1,9 +1,9 @@
-"""State that the launch rules of all operators share: where the tensors are, and the launches so far.
+"""State that the launch rules of all operators share: the buffers of the tensors, and the launches so far.
 
-A tensor has up to two forms. Dense: its elements follow each other. Padded: the last dimension is filled up with zeros
-to a multiple of 8 (`VECTOR`), which cuDNN's tensor-core kernels and kernels that work on vectors want. They are the
-same where the last dimension is such a multiple, as in most networks. A launch rule sees dense tensors, and one that is
-marked by `padded_rows` padded ones; a form that a tensor does not have yet is copied.
+A tensor has up to two forms. In the dense form its elements are contiguous. In the padded form the last dimension is
+padded with zeros to a multiple of 8 (`VECTOR`), which cuDNN's tensor-core kernels and kernels on vectors require. Both
+forms are equal if the last dimension is a multiple of 8, as in most networks. A launch rule sees dense tensors; a rule
+marked by `padded_rows` sees padded tensors. If a tensor lacks the requested form, it is copied into this form.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ from graph_passes.operators import OPERATORS, Shape, shown_name, window
 from graph_passes.passes.precision import ITEM_BYTES, role_of
 
 _CUDA = Declarations("batch_norm.cuh")
-TILE_CHANNELS = _CUDA.value("TILE * VEC")  # channels that a block of batch_norm.cu works on
-MAX_CHANNELS = 4096 * TILE_CHANNELS  # most channels of a tensor that is summed: each tile has a ticket
-# Threads: vectors along the channels, rows.
+TILE_CHANNELS = _CUDA.value("TILE * VEC")  # channels that a block of batch_norm.cu processes
+# largest number of channels of a tensor that is summed, because each tile needs a ticket
+MAX_CHANNELS = 4096 * TILE_CHANNELS
+# Threads of a block: vectors along the channels, rows.
 REDUCE_BLOCK: Size = (_CUDA.value("TILE"), _CUDA.value("REDUCE_ROWS"), 1)
 APPLY_BLOCK: Size = (_CUDA.value("TILE"), _CUDA.value("APPLY_ROWS"), 1)
 
-# Inputs and outputs that have one form: parameters, whose padding is part of their memory, and what kernels number by
-# themselves.
+# Inputs and outputs that have only one form: parameters, whose padding is part of their memory, and arrays that kernels
+# index in their own way.
 ONE_FORM = ("weight", "weight_grad", "parameters", "reserve", "mask", "factors", "seed", "tokens")
 
 
@@ -62,7 +63,7 @@ class Persistent:
     metrics: Buffer  # softmax.cu's Metrics
     num_valid: Buffer  # int32: number of valid rows of the batch
     loss_scale: Buffer  # float32, part of the optimizer's state
-    tickets: Buffer  # zeros; every reduction leaves zeros behind
+    tickets: Buffer  # zeros; every reduction resets its tickets to zero
     class_weights: Buffer | None = None  # (classes,) float32, if the loss has class weights
 
 
@@ -70,7 +71,7 @@ class Builder:
     """The program under construction. A launch rule finds the buffers of its node's inputs here, and emits launches.
     Scratch memory, cuDNN's workspace and `partials` (partial sums of blocks) grow as needed.
 
-    `shapes` and `dtypes`: of all tensors. `buffers`: of the tensors that have an address already.
+    `shapes` and `dtypes` are those of all tensors. `buffers` has the tensors that already have an address.
     """
 
     def __init__(self, shapes: Mapping[Ref, Shape], dtypes: Mapping[Ref, str], buffers: Mapping[Ref, Buffer],
@@ -79,13 +80,14 @@ class Builder:
         self.gpu, self.convolutions, self.recurrent = tools.gpu, tools.convolutions, tools.recurrent
         self._kernels, self._dtypes = tools.kernels, dtypes
         self.dtype, self.item_bytes = dtype, ITEM_BYTES[dtype]
-        self.buffers = dict(buffers)  # of each tensor, in the form in which it was written
+        self.buffers = dict(buffers)  # buffer of each tensor, in the form in which it was written
         self._bound = frozenset(buffers)
         self.images = frozenset(ref for ref, buffer in buffers.items() if buffer.shape == persistent.data.shape)
         self._pads = False
         self._forms: dict[tuple[Ref, Shape], Buffer] = {}  # copies of tensors in another form
         self._one_form: set[Ref] = set()  # tensors whose shape only the rules of their operators know
-        self._unfinished: dict[Ref, Buffer] = {}  # outputs of the present rule that are still to become dense
+        # outputs of the present rule that must be copied to the dense form at the end of the rule
+        self._unfinished: dict[Ref, Buffer] = {}
         self._workspace, self._partials = Buffer("workspace", (0,), "uint8"), Buffer("partials", (0,), "float32")
         self.program = Program(scratch=(self._workspace, self._partials))
 
@@ -103,7 +105,7 @@ class Builder:
         return None if node[absent] else self.input(node, role)
 
     def tensor(self, ref: Ref) -> Buffer:
-        """The buffer of a tensor, in the form that the present rule sees."""
+        """The buffer of a tensor, in the form that the present rule needs: dense or padded."""
         return self._padded(ref) if self._pads else self.dense(ref)
 
     def dense(self, ref: Ref) -> Buffer:
@@ -111,12 +113,12 @@ class Builder:
         return self._form(ref, self.shapes[ref]) if self.is_padded(ref) else self.buffers[ref]
 
     def is_padded(self, ref: Ref) -> bool:
-        """Whether a tensor was written padded, with more elements than it has."""
+        """Whether a tensor was written in the padded form, and has padding."""
         shape = self.shapes[ref]
         return not self.has_one_form(ref) and math.prod(self.buffers[ref].shape) != math.prod(shape)
 
     def matrix(self, ref: Ref, columns: int) -> Buffer:
-        """The buffer of a tensor as a matrix of this many columns, padded."""
+        """The buffer of a tensor as a padded matrix with `columns` columns."""
         shape = self.shapes[ref]
         rows = math.prod(shape) // columns
         if shape[-1] == columns:
@@ -126,7 +128,8 @@ class Builder:
 
     def output(self, node: Node, role: str = "", shape: Shape | None = None) -> Buffer:
         """The buffer of one output of a node, by default the first. Gradients of parameters have their buffers already.
-        `shape`: the only form of a tensor that rules of other operators do not read."""
+        `shape`: the shape of a tensor that has only this form, because no rule of another operator reads it.
+        """
         ref = node.output(role) if role else Ref(node.name)
         has_one_form = role_of(role or OPERATORS[node.op].output_names(node)[0]) in ONE_FORM
         if ref not in self.buffers:
@@ -145,7 +148,9 @@ class Builder:
 
     @contextmanager
     def output_matrix(self, node: Node, columns: int) -> Iterator[Buffer]:
-        """The buffer of a node's output as a matrix of this many columns, padded, to be written in this context."""
+        """A context with the buffer of a node's output as a padded matrix with `columns` columns. The matrix must be
+        written inside the context.
+        """
         ref = Ref(node.name)
         shape = self.shapes[ref]
         rows = math.prod(shape) // columns
@@ -172,14 +177,14 @@ class Builder:
             self.convert(node, self.dense(ref), target)
 
     def convert(self, node: Node, x: Buffer, y: Buffer) -> None:
-        """Copy a dense tensor to another type."""
+        """Copy a dense tensor, converted to another type."""
         elements = math.prod(y.shape)
         self.launch(node, "elementwise.cu", instance("convert_input", x.dtype, y.dtype), *threads(elements), In(x),
                     Out(y), ctypes.c_int64(elements), ctypes.c_int(1), ctypes.c_int(1))
 
     @contextmanager
     def padded_rows(self) -> Iterator[None]:
-        """Within this context, tensors are padded."""
+        """A context in which rules see padded tensors."""
         self._pads = True
         try:
             yield
@@ -196,18 +201,19 @@ class Builder:
         return self._form(ref, wanted)
 
     def has_one_form(self, ref: Ref) -> bool:
-        """Whether a tensor is read as it was written, whatever its shape."""
-        return ref in self._one_form or len(self.shapes[ref]) < 2  # the memory of vectors is padded
+        """Whether a tensor has only one form, which is both written and read."""
+        # vectors have one form: their memory is always padded
+        return ref in self._one_form or len(self.shapes[ref]) < 2
 
     def _is_unpadded(self, ref: Ref) -> bool:
         return not self.has_one_form(ref) and self.shapes[ref][-1] % VECTOR != 0
 
     def _form(self, ref: Ref, shape: Shape) -> Buffer:
-        """A tensor with another size of its last dimension."""
+        """The form of a tensor with the given shape, which differs only in the size of the last dimension."""
         return self._copied(ref, self.buffers[ref], shape)
 
     def _copied(self, ref: Ref, source: Buffer, shape: Shape) -> Buffer:
-        """`source`, a form of the tensor, with rows of another size."""
+        """A copy of `source`, a form of the tensor, with rows of another size."""
         if (ref, shape) not in self._forms:
             columns = min(source.shape[-1], shape[-1])
             target = self._forms[ref, shape] = Buffer(f"{ref.node}:{ref.output}:{shape[-1]}", shape, source.dtype)
@@ -216,8 +222,9 @@ class Builder:
 
     def copy_columns(self, node: Node, source: In, target: Out | InOut, columns: int, from_first: int = 0,
                      to_first: int = 0, fill: bool = False) -> None:
-        """Copy columns of a matrix to columns of another. `fill`: all other columns of the target become 0. By vectors
-        where all that counts is a multiple of them."""
+        """Copy columns of a matrix to columns of another. `fill`: all other columns of the target become 0. Whole
+        vectors are copied if all column numbers are multiples of VECTOR.
+        """
         assert source.buffer and target.buffer
         from_pitch, to_pitch, dtype = source.buffer.shape[-1], target.buffer.shape[-1], source.buffer.dtype
         numbers = (columns, from_pitch, from_first, to_pitch, to_first)
@@ -235,12 +242,14 @@ class Builder:
     # --- kernels of ours ---
 
     def kernel(self, name: str, *arguments: object) -> str:
-        """The template's instance for the network's dtype, which is its first argument."""
+        """The instance of a kernel template whose first argument is the network's dtype."""
         return instance(name, self.dtype, *arguments)
 
     def launch(self, node: Node, source: str, kernel: str, grid: Size, block: Size, *operands: Any,
                shared_bytes: int = 0, flops: int = 0) -> None:
-        """Emit a kernel of ours. `operands` are its arguments: buffers as `operands.py` has them, and ctypes values."""
+        """Emit a launch of a kernel of this project. `operands` are its arguments: operands as defined in
+        `operands.py`, and ctypes values.
+        """
         self._kernels.begin(source, kernel)
         self.program.loads.append(partial(self._kernels.get, source, kernel))
 
@@ -252,7 +261,7 @@ class Builder:
                                             flops, in_place=in_place(operands)))
 
     def grid(self, rows: int, channels: int, block: Size = APPLY_BLOCK, blocks_per_multiprocessor: int = 4) -> Size:
-        """As many blocks as the GPU can hold at once, by the kernel's launch bounds."""
+        """A grid of at most as many blocks as the GPU can hold at once, by the kernel's launch bounds."""
         tiles = -(-channels // TILE_CHANNELS)
         blocks = self.gpu.num_multiprocessors * blocks_per_multiprocessor
         return tiles, max(1, min(blocks // tiles, -(-rows // block[1]))), 1
@@ -262,13 +271,13 @@ class Builder:
         return self.grid(rows, channels, REDUCE_BLOCK, blocks_per_multiprocessor=1)
 
     def partials(self, floats: int) -> Scratch:
-        """A buffer for this many floats: the partial sums that blocks leave for the last block."""
+        """A buffer for this many floats: the partial sums that each block writes and the last block adds up."""
         self._partials.shape = (max(self._partials.shape[0], floats),)
         return Scratch(self._partials)
 
     @property
     def tickets(self) -> Scratch:
-        """A buffer of counters by which a block knows that it is the last."""
+        """A buffer of counters, from which a block learns whether it is the last block."""
         return Scratch(self.persistent.tickets)
 
     # --- plans of cuDNN ---
@@ -299,8 +308,9 @@ class Builder:
 
     def call(self, node: Node, operation: str, function: Callable[..., None], *operands: Operand, workspace_bytes: int,
              flops: int) -> None:
-        """Emit a call of a library. `function` gets the addresses of the operands (0 for a null pointer), and a
-        workspace of `workspace` bytes."""
+        """Emit a library call. `function` gets the addresses of the operands (0 for a null pointer), and of a workspace
+        of `workspace_bytes` bytes.
+        """
         self._workspace.shape = (max(self._workspace.shape[0], workspace_bytes),)
 
         def enqueue() -> None:
@@ -311,7 +321,7 @@ class Builder:
 
 
     def _argument(self, operand: Any) -> Any:
-        """The argument as the kernel takes it: an address is an int."""
+        """The kernel's argument for an operand: an address as an int, or a ctypes value."""
         if isinstance(operand, Tiled):
             address, buffer = self._argument(operand.operand), operand.operand.buffer
             dtype = buffer.dtype if buffer else self.dtype
@@ -326,7 +336,7 @@ Launches = Mapping[str, Rule]  # operator -> function that emits the launches of
 
 
 def padded_rows(rule: Rule, where: Callable[[Builder, Node], bool] = lambda builder, node: True) -> Rule:
-    """A rule whose tensors are padded, for the nodes where `where` holds."""
+    """The rule, changed to see padded tensors for nodes for which `where` is true."""
 
     @wraps(rule)
     def launch(builder: Builder, node: Node) -> None:
@@ -341,7 +351,8 @@ def padded_rows(rule: Rule, where: Callable[[Builder, Node], bool] = lambda buil
 
 
 def reads_padded(builder: Builder, node: Node) -> bool:
-    """Whether an input is padded: for operators of single elements, which need not be copied into another form."""
+    """Whether an input is padded. Elementwise operators then work on the padded form, without a copy to the dense form.
+    """
     return any(builder.is_padded(ref) for ref in node.inputs)
 
 
@@ -354,7 +365,7 @@ def rows_and_channels(node: Node, x: Buffer) -> tuple[int, int]:
 
 
 def require(condition: bool, node: Node, problem: str) -> None:
-    """Raise GraphError for the node, with names that users know, if the condition is false."""
+    """Raise GraphError for the node, with operator names that users know, if the condition is false."""
     if not condition:
         raise GraphError(f"{shown_name(node.op)} '{node.attrs.get('part_of', node.name)}' {problem}")
 
@@ -386,8 +397,9 @@ def padded_shape(shape: Shape) -> Shape:
 
 
 def _reads_padded_images(node: Node) -> bool:
-    """Whether an operator reads the network's images with the channel by which their memory is padded: convolutions,
-    whose weights have it too, and what copies images."""
+    """Whether an operator reads the network's images with their padding channel. Convolutions do, because their weights
+    have this channel too, and so do operators that copy images.
+    """
     operator = OPERATORS[node.op]
     roles = map(role_of, (*operator.input_names(node), *operator.output_names(node)))
     return node.op == "reverse" or node.op.startswith("Quantise") or not {"weight", "weight_grad"}.isdisjoint(roles)

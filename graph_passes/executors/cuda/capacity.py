@@ -1,4 +1,6 @@
-"""Whether a training step fits into a GPU's memory and the kernels' 32-bit indices, and the largest batch that does."""
+"""Checks whether a training step fits into a GPU's memory and the kernels' 32-bit indices, and finds the largest batch
+that fits.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,13 @@ from graph_passes.passes import memory, tensor_dtypes
 from graph_passes.passes.precision import ITEM_BYTES
 
 GIB = 2**30
-# What a batch may need beyond the planner's arena, relative to it. The lowered step also has workspaces of convolutions
-# and partial sums (6 % in ResNet-18, 1.6 % in ResNet-50), and validation has folded weights. A batch larger than the
-# present one also takes more memory in the loader.
+# Memory that a batch may need beyond the planner's arena, as a share of the arena. The lowered step also has workspaces
+# of convolutions and partial sums (6 % in ResNet-18, 1.6 % in ResNet-50), and validation has folded weights. A batch
+# larger than the present one also takes more memory in the loader.
 HEADROOM = 0.15
-# Most elements of one tensor. Kernels index elements with 32 bits, some of them signed, and cuDNN has failed beyond
-# (pytorch/pytorch, issue 95024 and pull request 134890). 2,674 images of 224 pixels in ResNet-50 are within.
+# Most elements of one tensor. Kernels index elements with 32 bits, some of them signed, and cuDNN has failed with more
+# elements (pytorch/pytorch, issue 95024 and pull request 134890). ResNet-50 reaches this limit after 2,674 images of
+# 224 pixels.
 MAX_ELEMENTS = 2**31 - 1
 
 
@@ -46,11 +49,9 @@ def check_fits(step: Graph, shapes: Mapping[str, tuple[int, ...]], store: Parame
     """Bytes of the step's arena, without the workspaces of single kernels. Raises CapacityError, before any kernel is
     chosen and timed, if the GPU certainly has too little memory or the batch is too large for the kernels.
 
-    Args:
-        step: the training graph, after the passes gradient and precision.
-        shapes: of its inputs `data` (NHWC) and `softmax_label`.
-        store: the parameters and everything else that does not grow with the batch.
-        free, total: bytes of the GPU.
+    Args: step: the training graph, after the passes gradient and precision. shapes: the shapes of the graph's inputs
+        `data` (NHWC) and `softmax_label`. store: the parameters and everything else that does not grow with the batch.
+        free, total: free and total bytes of the GPU's memory.
     """
     images, height, width, channels = shapes["data"]
     pixel_bytes = padded_channels(channels) * ITEM_BYTES[tensor_dtypes(step)[Ref("data")]]
@@ -81,8 +82,9 @@ def largest_batch(images: int, growing: int, free: int, most: int) -> int:
 def too_little_memory(data: tuple[int, ...], growing: int, fixed: int, free: int, total: int,
                       most: int) -> CapacityError:
     """The error that names the largest batch that certainly fits. `growing`: bytes that batches of the shape `data`
-    need, in proportion to their size; `fixed`: bytes needed besides; `most`: the largest number of images that the
-    kernels can index."""
+    need, in proportion to their size; `fixed`: bytes needed in addition, for any batch; `most`: the largest number of
+    images that the kernels can index.
+    """
     images, height, width, _ = data
     largest = largest_batch(images, growing, free - fixed, most)
     advice = f"use a batch size of at most {largest}" if largest else "free memory on it, or use smaller images"

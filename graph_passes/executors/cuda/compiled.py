@@ -16,16 +16,17 @@ from graph_passes.executors.cuda.program import Buffer, Launch, run
 from graph_passes.executors.cuda.toolchain import Toolchain
 from graph_passes.graph import Graph
 
-LEAST_READ = 1 << 22  # bytes of a batch: copying less takes the GPU no longer than an extra launch takes the host
+# bytes of a batch; copying fewer bytes takes the GPU no longer than an extra launch takes the host
+LEAST_READ = 1 << 22
 
 
 class CompiledGraph:
-    """The graph that `passes` produce for inputs of these shapes, on parameters, inputs and outputs that outlive it.
-    Everything else that it writes is in the arena, where the next graph to run may overwrite it. It must be captured
-    before it can run.
+    """The compiled form of the graph that `passes` produce for inputs of these shapes. Parameters, inputs and outputs
+    outlive this object. All other tensors are in the arena, where the next graph to run may overwrite them. The graph
+    must be captured before it can run.
 
-    `passes` are those of `graph_passes/pipeline.py`, which ask this GPU for prices. Raises GraphError if a node cannot
-    be lowered, or memory is short.
+    `passes` are those of `graph_passes/pipeline.py`, which get their prices from this GPU. Raises GraphError if a node
+    cannot be lowered, or memory is short.
     """
 
     def __init__(self, passes: Callable[[Price], Graph], input_shapes: Mapping[str, Sequence[int]],
@@ -42,7 +43,7 @@ class CompiledGraph:
                 self.graph = passes(prices)
                 self.lowering = lower(self.graph, self.graph.infer_shapes(input_shapes), store, persistent, tools)
                 self.lowering.program.load()
-        finally:  # measured times are kept, even if the user interrupts
+        finally:  # measured times are saved, even if the user interrupts
             tools.convolutions.save()
             tools.planner.save()
         self.price = prices
@@ -55,7 +56,8 @@ class CompiledGraph:
     def capture(self, cuts: Sequence[int] = ()) -> None:
         """Capture the CUDA graphs of one segment, or of several, cut before the launches with the numbers `cuts`.
         Launches that read the images stay outside the graphs if all of them are our own kernels and the batch is large.
-        They can then read another batch each time."""
+        These launches can then read another batch each time.
+        """
         self._cuts = tuple(cuts)
         launches = self.lowering.program.launches
         readers = [number for number, launch in enumerate(launches) if self._data in launch.reads]
@@ -64,7 +66,7 @@ class CompiledGraph:
         self._arena.admit(self.lowering.program.arena_bytes, self._place)
 
     def _place(self, arena: int) -> None:
-        """Capture again after a move: addresses are part of a CUDA graph."""
+        """Capture again after the arena has moved, because a CUDA graph contains addresses."""
         self._destroy()
         self.lowering.program.place(arena)
         self._segments = [self._pieces(range(start, end)) for start, end in
@@ -87,8 +89,9 @@ class CompiledGraph:
         return len(self._segments)
 
     def replay(self, segment: int = 0, batch: int = 0) -> None:
-        """Run one segment, asynchronously. `batch`: address of images to read in place of the input. If the kernels
-        cannot read them there, the first segment copies them."""
+        """Run one segment, asynchronously. `batch`: the address of images to read in place of the input. If the kernels
+        cannot read this address, the first segment copies the images.
+        """
         loaded = self._data.address
         if batch and not self._readers:
             if segment == 0:
@@ -105,7 +108,7 @@ class CompiledGraph:
             self._data.address = loaded
 
     def close(self) -> None:
-        """Wait for the GPU and leave the arena."""
+        """Wait for the GPU, and dismiss the graph from the arena."""
         self._gpu.synchronize()
         self._arena.dismiss(self._place)
         self._destroy()

@@ -1,8 +1,9 @@
 """Convolutions through cuDNN 9's graph API: forward (fprop), gradient of the data (dgrad) and of the weights (wgrad).
 
 Everything is NHWC with OHWI weights. A fully connected layer is a 1x1 convolution of a 1x1 image. For each problem
-cuDNN proposes several plans (engine and tile sizes). They are timed once, the name of the fastest is kept on disk, and
-the next start builds only that plan. For deterministic runs nothing is timed: cuDNN's first proposal is taken.
+cuDNN proposes several plans (engine and tile sizes). The plans are timed once, the name of the fastest plan is kept on
+disk, and the next start builds only this plan. For deterministic runs nothing is timed: cuDNN's first proposal is
+taken.
 """
 
 from __future__ import annotations
@@ -28,19 +29,20 @@ from graph_passes.passes.memory import aligned
 from graph_passes.passes.precision import ITEM_BYTES
 
 MIN_CUDNN = 90100  # 9.1.0
-MAX_CANDIDATES = 24  # plans timed per problem; cuDNN lists the most promising ones first
-# Seconds for trying the plans of one problem, or until the first plan is found. In 16 bits 24 plans take 0.1 s. But
-# fp32 kernels run for milliseconds. And cuDNN compiles fused plans: each in 0.3 to 1.2 s, or in 0.04 s if the process
-# has compiled the same engine and tiles for another shape. With 1 s instead of 0.5 s, the start took a third longer,
-# and ResNet-50's inference time changed by -1 to 2 % (docs/performance.md, "How many of cuDNN's fused plans are
-# tried"). The first proposal for the first problem of a kind does not count, because it may load a library.
+MAX_CANDIDATES = 24  # largest number of plans timed per problem; cuDNN lists the most promising ones first
+# Seconds for trying the plans of one problem, or until the first plan is found. In 16 bits 24 plans take 0.1 s. In fp32
+# kernels run for milliseconds, so this takes longer. cuDNN compiles each fused plan in 0.3 to 1.2 s, or in 0.04 s if
+# the process has compiled the same engine and tiles for another shape. With 1 s instead of 0.5 s, the start took a
+# third longer, and ResNet-50's inference time changed by -1 to 2 % (docs/performance.md, "How many of cuDNN's fused
+# plans are tried"). The time of the first proposal for the first problem of a kind does not count, because this
+# proposal may load a library.
 TUNING_SECONDS = 0.5
-RULES = "exact-2"  # a file written under other rules of choice is not read
-# Stored in place of the name of a fused problem's plan. REFUSED: cuDNN has refused every proposal. UNFINISHED: it had
-# refused some proposals when the time was up (their number is stored in place of the milliseconds), and the next
-# process tries the others.
+RULES = "exact-2"  # name of the rules of choice; a file written under other rules is not read
+# Stored in place of the name of a fused problem's plan. REFUSED: cuDNN has refused every proposal. UNFINISHED: cuDNN
+# had refused some proposals when the time was up. The number of refused proposals is stored in place of the
+# milliseconds, and the next process tries the remaining proposals.
 REFUSED, UNFINISHED = "", "?"
-# cuDNN's messages when memory is short or a library cannot be loaded: they say nothing about the plan.
+# Words of cuDNN's messages when memory is short or a library cannot be loaded. These messages do not concern the plan.
 TRANSIENT_WORDS = ("ALLOC", "OUT OF MEMORY", "LOADING_FAILED")
 
 # Numerical notes of plans that are never used: partial sums in less than fp32, and algorithms that multiply transformed
@@ -49,7 +51,8 @@ INEXACT = ("REDUCED_PRECISION_REDUCTION", "WINOGRAD", "FFT")
 NOTES = (*INEXACT, "DOWN_CONVERT_INPUTS", "TENSOR_CORE", "NONDETERMINISTIC")
 # Engines that compute inexactly although they have no such note, by kind of problem in float32 without TF32. A 3x3
 # weight gradient (256 to 512 channels, 16 images of 28x28) took 0.26 ms on an H200, 1.7 times as fast as the
-# multiplications allow, with errors of 2e-5 of the largest value. All others had at most 6e-6, in 1 ms or more.
+# multiplications allow, with errors of 2e-5 of the largest value. All other engines had errors of at most 6e-6, and
+# took 1 ms or more.
 UNTOLD = {"wgrad": "eng17"}
 
 FIRST_UID = 1  # tensor numbers, in the order of `Plan.enqueue`
@@ -61,9 +64,10 @@ log = logging.getLogger("graph_passes.cuda")
 @dataclass(frozen=True)
 class Problem:
     """A problem for cuDNN. `kind`: 'fprop', 'fprop_stats' (also per-channel sum and sum of squares of the output,
-    fp32), 'fprop_bias' (+ fp32 bias; with '_add' + a tensor like the output, with '_relu' then ReLU: the parts of the
+    fp32), 'fprop_bias' (+ fp32 bias; with '_add' + a tensor like the output, with '_relu' then ReLU; the parts of the
     name are in the order of the operations), 'dgrad' or 'wgrad'. `x` and `y` are NHWC shapes, `w` is OHWI; dgrad writes
-    x, wgrad writes w. If `w` has fewer channels than `x`, it is a grouped convolution."""
+    x, wgrad writes w. If `w` has fewer channels than `x`, it is a grouped convolution.
+    """
 
     kind: str
     x: tuple[int, int, int, int]
@@ -72,17 +76,19 @@ class Problem:
     pad: tuple[int, int]
     stride: tuple[int, int]
     dilate: tuple[int, int]
-    dtype: str  # float16, bfloat16, float32; forward passes with an epilogue also int8 and float8 (E4M3)
+    dtype: str  # float16, bfloat16 or float32; forward passes with an epilogue also accept int8 and float8 (E4M3)
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions."""
+        """Number of multiplications and additions."""
         n, h, w, filters = self.y
         return 2 * n * h * w * filters * self.w[1] * self.w[2] * self.w[3]
 
     @property
     def is_fused(self) -> bool:
-        """More than a convolution: a plain convolution and another launch can do the same."""
+        """Whether the problem is more than a convolution. A plain convolution and another launch can then compute the
+        same result.
+        """
         return "_" in self.kind
 
     def __str__(self) -> str:
@@ -101,7 +107,8 @@ class Plan:
     def __init__(self, library: ConvolutionLibrary, problem: Problem) -> None:
         self._library, self.problem = library, problem
         self._graph: Any = None
-        self._index: int | None = None  # index of the proposal; None: the graph has only this plan
+        # index of the selected proposal; None: the graph has only one plan, which was restored
+        self._index: int | None = None
         self.name = ""
         self.time_ms = float("nan")
         self.workspace_bytes = 0
@@ -112,7 +119,7 @@ class Plan:
         return [self._graph.get_plan_name_at_index(i) for i in range(self._graph.get_execution_plan_count())]
 
     def select(self, index: int) -> None:
-        """Build the plan with this index in `names`. Raises cuDNN's exception if the GPU does not support it."""
+        """Build the proposal with this index in `names`. Raises cuDNN's exception if the GPU does not support it."""
         self._graph.build_plan_at_index(index)
         self._index, self.name = index, self._graph.get_plan_name_at_index(index)
         self.workspace_bytes = self._graph.get_workspace_size_plan_at_index(index)
@@ -130,7 +137,9 @@ class Plan:
         self.name, self.workspace_bytes = fields["name"], fields["workspace_bytes"]
 
     def enqueue(self, *addresses: int, workspace: int) -> None:
-        """`addresses`: fprop x, w[, bias][, addend], y[, sum, sum of squares]; dgrad dy, w, dx; wgrad x, dy, dw."""
+        """Enqueue the plan on the GPU's stream. `addresses` are, for fprop: x, w[, bias][, addend], y[, sum, sum of
+        squares]; for dgrad: dy, w, dx; for wgrad: x, dy, dw.
+        """
         pack, handle = dict(enumerate(addresses, start=FIRST_UID)), self._library.handle
         if self._index is None:
             self._graph.execute(pack, workspace, handle=handle)
@@ -139,10 +148,11 @@ class Plan:
 
 
 class ConvolutionLibrary:
-    """cuDNN on one GPU; plans are timed in `arena`. `tf32` lets fp32 convolutions round their inputs to TF32.
-    `deterministic` excludes plans that sum in a varying order. Neither times nor the file on disk then decide between
-    the others: each plan has its own order of sums, so another choice gives other bits. Benchmarks of convolutions may
-    raise `fused_seconds`, the time for trying the plans of one fused problem."""
+    """cuDNN on one GPU. Plans are timed in the memory of `arena`. `tf32` lets fp32 convolutions round their inputs to
+    TF32. `deterministic` excludes plans that sum in a varying order. Times and the file on disk then do not choose
+    between the remaining plans: each plan has its own order of sums, so another choice would give other bits.
+    Benchmarks of convolutions may raise `fused_seconds`, the time for trying the plans of one fused problem.
+    """
 
     def __init__(self, gpu: Gpu, cache: Cache, arena: Arena, tf32: bool = True, deterministic: bool = False) -> None:
         self._cudnn = import_cudnn()
@@ -152,19 +162,20 @@ class ConvolutionLibrary:
         self.handle = self._cudnn.create_handle()
         self._cudnn.set_stream(handle=self.handle, stream=gpu.stream_handle)
         self._plans: dict[Problem, Plan] = {}
-        self.variant = f"tf32_{int(tf32)}-{RULES}"  # distinguishes the choices that are kept for different settings
+        # part of the file name of the choices, which differ between settings
+        self.variant = f"tf32_{int(tf32)}-{RULES}"
         self._choices_name = f"plans-{self.variant}"
         self._choices = self._read_choices()  # problem key -> [plan name, milliseconds]
         self._unsaved = False
         self._late: set[Problem] = set()  # fused problems without a plan in this process
-        self._loaded: set[str] = set()  # kinds of problems for which a proposal has been built
+        self._loaded: set[str] = set()  # kinds of problems for which this process has built a proposal
         self._kept_at: float | None = None  # time of the latest save of choices
 
     def plan(self, problem: Problem) -> Plan:
-        """The fastest plan for the problem, built; with `deterministic`, the first that runs. All proposals are timed
-        when this machine meets the problem for the first time.
+        """The fastest plan for the problem, ready to run; with `deterministic`, the first plan that runs. Proposals are
+        timed when this machine meets the problem for the first time.
 
-        Raises GraphError if cuDNN has no plan, and TransientError if time or memory ran out before one was found.
+        Raises GraphError if cuDNN has no plan, and TransientError if time or memory ran out before a plan was found.
         """
         if problem not in self._plans:
             if problem in self._late:
@@ -176,8 +187,9 @@ class ConvolutionLibrary:
         return self._plans[problem]
 
     def notes(self, plan: Plan) -> list[str]:
-        """A plan's numerical notes, of those in `NOTES`. The Python API does not return them, but a plan with a
-        deselected note cannot be built."""
+        """The plan's numerical notes that are in `NOTES`. The Python API does not return them, but a plan with a
+        deselected note cannot be built.
+        """
         return [note for note in NOTES if self._is_barred(plan, note)]
 
     def _is_barred(self, plan: Plan, note: str) -> bool:
@@ -216,8 +228,9 @@ class ConvolutionLibrary:
     # --- choosing ---
 
     def _keep(self) -> None:
-        """Log that plans are being chosen. Saves the choices now and then, so that an interrupted run need not repeat
-        them."""
+        """Log that plans are being chosen. Saves the choices every KEEP_SECONDS, so that an interrupted run need not
+        repeat them.
+        """
         now = time.monotonic()
         if self._kept_at is None:
             log.warning("choosing the fastest kernels for this GPU and these shapes; this is done once and takes half "
@@ -241,7 +254,7 @@ class ConvolutionLibrary:
             return plan
         try:
             plan.select(plan.names().index(choice[0]))
-        except Exception as error:  # it is no longer proposed, or is refused
+        except Exception as error:  # the plan is no longer proposed, or cuDNN refuses it
             log.warning("the saved cuDNN plan for %s cannot be used (%s): it is chosen anew", problem,
                         first_line(error))
             return None
@@ -249,8 +262,9 @@ class ConvolutionLibrary:
         return plan
 
     def _restore(self, plan: Plan, name: str) -> bool:
-        """Read the plan from the disk, in a tenth of the time of proposing and building it. Returns whether that
-        worked."""
+        """Read the built plan from the disk. This takes a tenth of the time for proposing and building the plan.
+        Returns whether the plan could be read.
+        """
         dumped = self._cache.read(self._file(plan.problem, name))
         if dumped is None:
             return False
@@ -263,7 +277,8 @@ class ConvolutionLibrary:
         return True
 
     def _dump(self, plan: Plan) -> None:
-        """Serialize the plan for the next start. If cuDNN cannot, the next start only takes longer."""
+        """Serialize the plan for the next start. If cuDNN cannot serialize the plan, the next start only takes longer.
+        """
         try:
             dumped = plan.dump()
         except Exception as error:
@@ -287,7 +302,7 @@ class ConvolutionLibrary:
         plan.time_ms = best_ms
         if not trial.transient:
             self._remember(problem, plan.name, best_ms)
-            if not self.deterministic:  # where choices are not kept
+            if not self.deterministic:  # choices of deterministic runs are not kept
                 self._dump(plan)
         log.debug("%s: %s, %.4f ms, best of %d", problem, plan.name, best_ms, len(trial.timed))
         return plan
@@ -315,10 +330,10 @@ class ConvolutionLibrary:
                 plan.select(index)
                 trial.timed.append((bench.time_ms(plan, trial.timed), index))
             except Exception as error:  # cuDNN refuses some of its own proposals while building or running them
-                self._gpu.synchronize()  # raises if the GPU cannot go on: that says nothing about the plan
+                self._gpu.synchronize()  # raises if the GPU cannot continue, which is not the plan's fault
                 trial.reason = first_line(error)
                 trial.transient |= is_transient(error)
-                if trial.transient and self.deterministic:  # another proposal would give other bits
+                if trial.transient and self.deterministic:  # another proposal would give other bits in a later run
                     break
             if ends_at == math.inf:
                 ends_at = time.monotonic() + seconds
@@ -366,7 +381,8 @@ class ConvolutionLibrary:
 
     def describe(self, problem: Problem, unwanted: Sequence[str] | None = None) -> Any:
         """cuDNN's graph with its proposals; its tensors are numbered from FIRST_UID on. Proposals with the numerical
-        notes `unwanted` (by default those that are never used) stay in the list but cannot be built."""
+        notes `unwanted` (by default the notes that are never allowed) stay in the list but cannot be built.
+        """
         cudnn = self._cudnn
         fp32 = cudnn.data_type.FLOAT
         dtype = {"float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16, "float32": fp32,
@@ -432,9 +448,9 @@ class ConvolutionLibrary:
 class _Trial:
     """The result of building and timing the proposals for a problem."""
 
-    timed: list[tuple[float, int]] = field(default_factory=list)  # milliseconds, index
+    timed: list[tuple[float, int]] = field(default_factory=list)  # (milliseconds, index) of each timed proposal
     reason: str = "it proposes no plan"  # message of the latest refusal
-    transient: bool = False  # one could not be tried, for want of memory
+    transient: bool = False  # a proposal could not be tried for lack of memory
     stopped_at: int | None = None  # index of the first proposal that was not tried for lack of time
 
 
@@ -448,12 +464,13 @@ class _Bench:
         self._filled_bytes = 0  # size of the arena when it was filled last
 
     def time_ms(self, plan: Plan, rivals: list[tuple[float, int]]) -> float:
-        """Time in ms. A plan that is clearly slower than the best so far is timed only roughly; others run for a
-        millisecond or more."""
+        """Time in ms. A plan that is clearly slower than the best so far is timed only roughly; other plans run for at
+        least a millisecond.
+        """
         base = self._arena.reserve(self._data_bytes + plan.workspace_bytes)
-        if self._arena.num_bytes != self._filled_bytes:  # the memory is new, or has moved
+        if self._arena.num_bytes != self._filled_bytes:  # the arena's memory is new, or has moved
             self._filled_bytes = self._arena.num_bytes
-            self._gpu.fill_random(base, self._data_bytes, self._dtype)  # zeros run faster
+            self._gpu.fill_random(base, self._data_bytes, self._dtype)  # kernels run faster on zeros
         addresses = [base + start for start in self._starts]
         enqueue = partial(plan.enqueue, *addresses, workspace=base + self._data_bytes)
         rough = self._gpu.time_ms(enqueue, launches=1, repeats=1)
@@ -463,16 +480,18 @@ class _Bench:
 
 
 def _last_resorts(names: Sequence[str]) -> set[int]:
-    """Indices of the proposals that are used only if no other works, and then the first of them: engines that cuDNN
-    names without settings ('eng8', as against 'eng4_k24=33'), unless no engine has settings. In 34 fused problems in
-    fp16 none of these was the fastest, and building them took two thirds of the time, up to 30 s each."""
+    """Indices of the proposals that are used only if no other proposal works; then the first of them is used. These are
+    engines that cuDNN names without settings ('eng8', in contrast to 'eng4_k24=33'), unless no engine has settings. In
+    34 fused problems in fp16 none of these engines was the fastest, and building them took two thirds of the time, up
+    to 30 s each.
+    """
     engines = [name.partition("_")[0] for name in names]
     with_settings = {engine for engine, name in zip(engines, names, strict=True) if engine != name}
     return {index for index, engine in enumerate(engines) if with_settings and engine not in with_settings}
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether cuDNN's error says nothing about the plan itself (memory or a library was missing)."""
+    """Whether cuDNN's error is not the plan's fault: memory was short, or a library was missing."""
     return isinstance(error, TransientError) or any(word in str(error).upper() for word in TRANSIENT_WORDS)
 
 
@@ -502,7 +521,7 @@ def placed(problem: Problem) -> tuple[list[int], int]:
 
 
 def _nchw(shape: tuple[int, int, int, int]) -> list[int]:
-    """cuDNN names dimensions as NCHW whatever the memory order is."""
+    """The dimensions in the order NCHW, which cuDNN expects for every memory layout."""
     n, h, w, c = shape
     return [n, c, h, w]
 

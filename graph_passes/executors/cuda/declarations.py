@@ -1,4 +1,4 @@
-"""Constants and structs of the CUDA sources, read by Python, so that each is written in one place.
+"""Reads constants and structs from the CUDA sources, so that Python need not repeat them.
 
     cuda = Declarations("conv1x1_forward.cuh")
     TEAMS, ROWS = cuda.values("TEAMS", "ROWS")  # constexpr integers
@@ -8,8 +8,8 @@
     class Walk(ctypes.Structure):               # a struct that is a kernel's argument
         _fields_ = cuda.fields("TileStep")
 
-It understands what kernels/ need: constants that are integers, and structs of numbers, vectors, pointers, arrays and
-other structs. The compiler is the oracle: tests/graph_passes/cuda/test_declarations.py.
+The parser understands the declarations in kernels/: integer constants, and structs of numbers, vectors, pointers,
+arrays and other structs. tests/graph_passes/cuda/test_declarations.py compares the results with the compiler's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NUMBERS: Mapping[str, type[Any]] = {
     "double": ctypes.c_double, "uint8": ctypes.c_uint8, "uint16": ctypes.c_uint16, "bool": ctypes.c_bool}
 _VECTOR = re.compile(r"(?:u?int|float)([24])")  # CUDA's vectors of 4-byte numbers, which are aligned to their size
 _TOKEN = re.compile(r"0x[0-9a-fA-F]+|\d+|\w+|::|<<|<=|>=|==|!=|&&|\|\||[^\s\w]")
-# Binary operators, lowest precedence first. Division expects numbers that are not negative.
+# Binary operators, lowest precedence first. Division requires nonnegative numbers.
 _OPERATORS: Sequence[Mapping[str, Callable[[Any, Any], Any]]] = (
     {"||": lambda a, b: a or b}, {"&&": lambda a, b: a and b}, {"==": operator.eq, "!=": operator.ne},
     {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge}, {"<<": operator.lshift},
@@ -49,7 +49,7 @@ class _Declared:
 
 @dataclass(frozen=True)
 class _Member:
-    """An array or a single value of a struct, and its type's size and alignment in bytes."""
+    """A member of a struct, an array or a single value, with the size and alignment of its type in bytes."""
 
     name: str
     type: type[Any] | None  # the ctypes type of the whole array; None for a vector
@@ -78,8 +78,9 @@ class Declarations:
         return found.size
 
     def fields(self, struct: str, **classes: type[ctypes.Structure]) -> list[tuple[str, type[Any]]]:
-        """The fields of a struct, in the form of ctypes. `classes`: the ctypes class of a struct among them. Raises
-        TypeError for a vector, which ctypes does not know."""
+        """The fields of a struct, in the form that ctypes.Structure expects. `classes`: the ctypes classes of structs
+        among the fields, by name. Raises TypeError for a vector, because ctypes has no vectors.
+        """
         found: _Struct = _Parser(struct, {**_names(self.source), **classes}).expression()
         return found.fields
 
@@ -198,7 +199,7 @@ class _Parser:
         if vector := _VECTOR.fullmatch(name):
             return None, *(4 * int(vector[1]),) * 2
         if name not in self._names and self._peek() == "*":
-            return None, 0, 0  # an unknown type, which is only pointed to
+            return None, 0, 0  # an unknown type, of which only pointers occur
         struct = self._named(name)
         if isinstance(struct, type):
             return struct, ctypes.sizeof(struct), ctypes.alignment(struct)
@@ -227,7 +228,7 @@ class _Parser:
             return not self._primary()
         if token in ("true", "false"):
             return token == "true"
-        if token in _NUMBERS:  # a conversion
+        if token in _NUMBERS:  # a type conversion
             return self._in_parentheses()
         if token[0].isdigit():
             return int(token, 0)
@@ -237,7 +238,7 @@ class _Parser:
         return found
 
     def _named(self, name: str) -> Any:
-        """The value or declaration of the name, with its template arguments if it has some."""
+        """The value or declaration of the name, with its template arguments, if any."""
         found = self._names[name]
         arguments: list[Any] = []
         if isinstance(found, _Declared) and found.parameters and self._take("<"):
@@ -265,7 +266,7 @@ class _Parser:
         return self._tokens[self._at - 1]
 
     def _take(self, token: str) -> bool:
-        """Read the next token if it is this one; return whether it was."""
+        """Read the next token if it equals `token`. Returns whether it did."""
         found = self._peek() == token
         self._at += found
         return found
@@ -276,7 +277,7 @@ class _Parser:
 
 
 def _resolved(found: Any, names: Mapping[str, Any], arguments: Sequence[Any]) -> Any:
-    """The value of a declared constant, or the struct. A value is returned unchanged."""
+    """Evaluate a declared constant, or return the struct. A value is returned unchanged."""
     if not isinstance(found, _Declared):
         return found
     inside = {**names, **dict(zip(found.parameters, arguments, strict=True))}
@@ -322,7 +323,7 @@ def _parameters(template: str | None) -> tuple[str, ...]:
 
 def _statements(text: str) -> Iterator[str]:
     """The statements between a struct's braces, without functions and assertions, each in one line."""
-    text = re.sub(r" = {[^}]*}", "", text)  # defaults
+    text = re.sub(r" = {[^}]*}", "", text)  # removes default values of members
     begin = at = 0
     while at < len(text):
         if text[at] == "{":
@@ -337,7 +338,7 @@ def _statements(text: str) -> Iterator[str]:
 
 
 def _end_of_braces(text: str, begin: int) -> int:
-    """The index of the brace that closes the one at `begin`."""
+    """The index of the closing brace for the opening brace at `begin`."""
     depth = 0
     for place in re.finditer("[{}]", text[begin:]):
         depth += 1 if place[0] == "{" else -1

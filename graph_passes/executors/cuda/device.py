@@ -1,7 +1,7 @@
 """One GPU: its stream, memory copies, CUDA graphs and timing. The only module that calls the CUDA driver.
 
-Everything of the executor runs on `Gpu.stream`, in order. The libraries (cuda-core and cuda-bindings) are imported when
-a `Gpu` is made, so that the package can be imported where they are missing.
+Everything of the executor runs on `Gpu.stream`, in order. The libraries cuda-core and cuda-bindings are imported when a
+`Gpu` is made, so that this module can be imported without them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy as np
 from graph_passes.errors import GraphError, TransientError
 from graph_passes.passes.precision import ITEM_BYTES
 
-MIN_COMPUTE_CAPABILITY = (7, 5)  # below this, cuDNN 9 and CUDA 13 have no kernels
+MIN_COMPUTE_CAPABILITY = (7, 5)  # cuDNN 9 and CUDA 13 have no kernels for older GPUs
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
-MIN_DRIVER_CUDA = 12000  # CUDA 12.0, as cuDriverGetVersion counts
+MIN_DRIVER_CUDA = 12000  # CUDA 12.0, in the format of cuDriverGetVersion
 
 IPC_HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 TENSOR_MAP_WORDS = 16  # CU_TENSOR_MAP_NUM_QWORDS
@@ -30,8 +30,9 @@ INSTALL = "install the GPU packages: `make setup`, or pip install '.[gpu]' in th
 
 
 class Tiling(NamedTuple):
-    """Tiles of a tensor of (lines, rows, columns), or of layers of these; one copy moves one tile. `pitches`: elements
-    from a line to the next, and from a row to the next."""
+    """The tiling of a tensor (lines, rows, columns), or (layers, lines, rows, columns); one copy moves one tile.
+    `pitches`: distances in elements from a line to the next, and from a row to the next.
+    """
 
     shape: tuple[int, ...]
     pitches: tuple[int, ...]
@@ -46,7 +47,7 @@ class Tiling(NamedTuple):
 class Gpu:
     """This process's current GPU, one stream on it, and the driver functions that the executor needs.
 
-    Raises GraphError if there is no such GPU, or the driver or a library is missing or too old.
+    Raises GraphError if the GPU does not exist, or if the driver or a library is missing or too old.
     """
 
     def __init__(self, device_id: int = 0) -> None:
@@ -55,7 +56,7 @@ class Gpu:
             from cuda.core import Device
         except ImportError as error:
             raise GraphError(f"the cuda executor needs cuda-core and cuda-bindings ({error}): {INSTALL}") from None
-        except Exception as error:  # cuda-pathfinder's own exception where libcuda.so is missing
+        except Exception as error:  # cuda-pathfinder raises its own exception if libcuda.so is missing
             raise GraphError(f"no NVIDIA driver was found ({first_line(error)}): {_NO_GPU}") from None
         self._driver = driver
         try:
@@ -105,14 +106,15 @@ class Gpu:
         return self.check(self._driver.cuMemGetInfo())
 
     def check_free(self, num_bytes: int) -> None:
-        """Raise TransientError, naming needed and free bytes, if this many bytes do not fit."""
+        """Raise TransientError, with the needed and the free bytes, if `num_bytes` bytes do not fit."""
         free, total = self.memory()
         if num_bytes > free:
             raise TransientError(f"the GPU has {free / 2**30:.1f} of {total / 2**30:.1f} GiB free, "
                                f"{num_bytes / 2**30:.1f} GiB more are needed: use a smaller batch size")
 
     def allocate(self, num_bytes: int) -> int:
-        """Address of new device memory, to be released by `free`. Raises TransientError if it does not fit."""
+        """The address of new device memory, to be released by `free`. Raises TransientError if the memory does not fit.
+        """
         self.check_free(num_bytes)
         address = int(self.check(self._driver.cuMemAlloc(max(num_bytes, 1))))
         self._allocated.add(address)
@@ -123,13 +125,13 @@ class Gpu:
         self._allocated.remove(address)
 
     def free_all(self) -> None:
-        """Wait for the work in flight and free all memory from `allocate`."""
+        """Wait for the work in flight, and free all memory that `allocate` returned."""
         self.synchronize()
         for address in tuple(self._allocated):
             self.free(address)
 
     def share(self, address: int) -> bytes:
-        """The handle that another process of this machine needs to `open_shared` memory from `allocate`."""
+        """A handle with which another process of this machine can open memory from `allocate` (see `open_shared`)."""
         handle = self.check(self._driver.cuIpcGetMemHandle(address))
         return ctypes.string_at(handle.getPtr(), IPC_HANDLE_BYTES)
 
@@ -141,7 +143,9 @@ class Gpu:
         return int(self.check(self._driver.cuIpcOpenMemHandle(opaque, peer_access)))
 
     def can_access(self, bus_id: str) -> bool:
-        """Whether this GPU can reach the other one's memory. False if this process does not see that GPU."""
+        """Whether this GPU can access the memory of the GPU with this PCI bus id. False if this process does not see
+        that GPU.
+        """
         status, other = self._driver.cuDeviceGetByPCIBusId(bus_id.encode())
         if int(status) != 0:
             return False
@@ -149,27 +153,28 @@ class Gpu:
         return int(other) == self.device_id or bool(self.check(self._driver.cuDeviceCanAccessPeer(own, other)))
 
     def upload(self, address: int, array: np.ndarray) -> None:
-        """Copy host to device, in order with the stream; returns when `array` may change."""
+        """Copy from host to device, in order with the stream. Returns as soon as the caller may change `array`."""
         array = np.ascontiguousarray(array)
         self.check(self._driver.cuMemcpyHtoDAsync(address, array.ctypes.data, array.nbytes, self.stream_handle))
         self.synchronize()
 
     def download(self, address: int, shape: Iterable[int], dtype: Any) -> np.ndarray:
-        """Copy device to host, after all work on the stream."""
+        """Copy from device to host, after all work on the stream."""
         array = np.empty(tuple(shape), dtype)
         self.check(self._driver.cuMemcpyDtoHAsync(array.ctypes.data, address, array.nbytes, self.stream_handle))
         self.synchronize()
         return array
 
     def pinned(self, num_bytes: int) -> np.ndarray:
-        """Page-locked bytes of host memory, which `start_download` needs; freed with the process."""
+        """Page-locked bytes of host memory for `start_download`. The memory is freed at the end of the process."""
         address = int(self.check(self._driver.cuMemAllocHost(num_bytes)))
         return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
 
     def start_download(self, pinned: np.ndarray, address: int, beside: bool = False) -> Any:
-        """Copy device to host, as many bytes as `pinned` has, without waiting; the returned event's `sync()` waits.
-        With `beside`, the copy runs beside the work enqueued from now on, which must not write there before the
-        event."""
+        """Start to copy from device to host; `sync()` of the returned event waits for the copy. The copy has the size
+        of `pinned`. With `beside`, the copy overlaps with the work enqueued from now on, which must not write to the
+        source before the event.
+        """
         stream = self._downloads if beside else self.stream
         if beside:
             stream.wait(self.stream)
@@ -181,12 +186,12 @@ class Gpu:
         self.check(self._driver.cuMemcpyDtoDAsync(to, source, num_bytes, self.stream_handle))
 
     def fill(self, address: int, byte: int, num_bytes: int) -> None:
-        """Set every byte, asynchronous."""
+        """Set every byte of a memory range, asynchronously."""
         if num_bytes:
             self.check(self._driver.cuMemsetD8Async(address, byte, num_bytes, self.stream_handle))
 
     def fill_random(self, address: int, num_bytes: int, dtype: str) -> None:
-        """Fill with uniform values in [-1, 1), in int8 from -127 to 127: something to time kernels with."""
+        """Fill memory with uniform random values in [-1, 1), in int8 from -127 to 127, as data for timing kernels."""
         block = np.random.default_rng(0).uniform(-1, 1, 1 << 16).astype(np.float32)
         if dtype == "float16":
             block = block.astype(np.float16)
@@ -204,7 +209,9 @@ class Gpu:
             filled *= 2
 
     def write_word(self, address: int, value: np.float32 | np.uint32) -> None:
-        """Write 4 bytes of the device in order with the stream, without waiting: the value travels with the call."""
+        """Write 4 bytes of device memory, in order with the stream and without waiting. The driver copies the value
+        during the call.
+        """
         bits = int(np.asarray(value).view(np.uint32))
         self.check(self._driver.cuMemsetD32Async(address, bits, 1, self.stream_handle))
 
@@ -213,7 +220,8 @@ class Gpu:
     def launch(self, function: int, grid: tuple[int, int, int], block: tuple[int, int, int], shared_bytes: int,
                arguments: Any) -> None:
         """Enqueue a kernel; `arguments` is a C array of pointers to its arguments."""
-        function = self._driver.CUfunction(function)  # a CUkernel handle, which cuLaunchKernel takes as well
+        # a CUkernel handle, which cuLaunchKernel accepts like a CUfunction
+        function = self._driver.CUfunction(function)
         self.check(self._driver.cuLaunchKernel(function, *grid, *block, shared_bytes, self.stream_handle, arguments, 0))
 
     def allow_shared_bytes(self, function: int, shared_bytes: int) -> None:
@@ -224,8 +232,9 @@ class Gpu:
 
     def tensor_map(self, address: int, dtype: str, tiling: Tiling) -> Any:
         """A descriptor of the tensor at `address` for TMA, the tensor memory accelerator of Hopper GPUs: a kernel
-        argument (`TensorMap` of kernels/tma.cuh). A row of a tile has 128 or 64 bytes, which are swizzled. Without an
-        address, an unusable placeholder."""
+        argument (`TensorMap` of kernels/tma.cuh). A row of a tile has 128 or 64 bytes, which are swizzled. If the
+        address is 0, the descriptor is an unusable placeholder.
+        """
         if not address:
             return (ctypes.c_uint64 * TENSOR_MAP_WORDS)()
         driver, types, swizzles = self._driver, self._driver.CUtensorMapDataType, self._driver.CUtensorMapSwizzle
@@ -276,7 +285,7 @@ class Gpu:
         self.check(self._driver.cuGraphLaunch(executable, self.stream_handle))
 
     def destroy(self, executable: Any) -> None:
-        """Free a captured graph that no longer runs."""
+        """Free a captured graph, which must not be running."""
         self.check(self._driver.cuGraphExecDestroy(executable))
 
     # --- timing ---
@@ -293,7 +302,8 @@ class Gpu:
         self.check(self._driver.cuStreamWaitEvent(self.stream_handle, event, 0))
 
     def record_in_graph(self, event: Any) -> None:
-        """Record a timing event. During a capture it becomes a node of the graph and is recorded at every replay."""
+        """Record a timing event. During a capture the event becomes a node of the graph, and every replay records it.
+        """
         self.check(self._driver.cuEventRecordWithFlags(event, self.stream_handle,
                                                        self._driver.CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL))
 
@@ -302,9 +312,10 @@ class Gpu:
 
     @contextlib.contextmanager
     def timer(self, enqueue: Callable[[], None], launches: int) -> Iterator[Callable[[], float]]:
-        """A function that replays `launches` runs of `enqueue`, captured in one CUDA graph, and returns the
-        milliseconds of one run. It uses a graph because enqueueing from Python takes longer than many kernels run. The
-        events are inside the graph, so the host's launch time does not count."""
+        """A context with a function that replays `launches` runs of `enqueue`, captured in one CUDA graph, and returns
+        the milliseconds of one run. A graph is used because many kernels run for less time than Python needs to enqueue
+        them. The events are inside the graph, so the host's launch time does not count.
+        """
         start, end = self.timing_event(), self.timing_event()
 
         def enqueue_all() -> None:
@@ -340,7 +351,8 @@ def e4m3(values: np.ndarray) -> np.ndarray:
     """Values in [-1, 1] as bytes of FP8 E4M3, truncated after 3 bits of mantissa. Values below the smallest normal
     number, 2^-6, become 0. The exponent's bias is 7. Source: arXiv:2209.05433, table 1."""
     bits = values.astype(np.float16).view(np.uint16)
-    sign, rest = bits >> 15, (bits & 0x7FFF) >> 7  # 5 bits of exponent, with a bias of 15, and 3 of mantissa
+    # float16 has 5 exponent bits with a bias of 15; keep these and 3 mantissa bits
+    sign, rest = bits >> 15, (bits & 0x7FFF) >> 7
     return (sign << 7 | np.where(rest >= 9 << 3, rest - (8 << 3), 0)).astype(np.uint8)
 
 

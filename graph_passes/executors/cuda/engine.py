@@ -1,11 +1,11 @@
-"""MXNet's engine beside a GPU stream of our own: memory that both use, and gates that keep them in order.
+"""MXNet's engine and this executor's own GPU stream: memory that both use, and gates that keep their work in order.
 
-A network (`network.py`) runs on its own stream, which the engine does not know. A gate is an operation that is pushed
-to the engine as the reader or writer of an array, and that ends when an event of that stream has fired. Whatever MXNet
-or Horovod is asked to do with that array afterwards waits for it. A gate costs about 40 us of host time.
+A network (`network.py`) runs on its own stream, which the engine does not know. A gate is an operation that the engine
+treats as a reader or writer of an array, and that ends when an event of the network's stream has fired. All later
+operations of MXNet or Horovod on that array wait for the gate. A gate costs about 40 us of host time.
 
-A gate waits in one of the engine's four threads for urgent work. The engine has only one thread for other CPU work: a
-gate there would make all of it wait for the GPU, even the creation of an array in host memory.
+A gate waits in one of the engine's four threads for urgent work. The engine has only one thread for normal CPU work. A
+gate in that thread would make all CPU work wait for the GPU, even the creation of an array in host memory.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ class _Context(ctypes.Structure):
 class Engine:
     """MXNet's engine for one GPU, and the arrays on it that MXNet and a network share.
 
-    Args:
-        device: "gpu(0)", "gpu(1)", ...; GraphError for any other.
-        shared: names and dtypes of the buffers that are MXNet arrays.
+    Args: device: "gpu(0)", "gpu(1)", ...; raises GraphError for any other device. shared: names and dtypes of the
+        buffers that are MXNet arrays.
     """
 
     def __init__(self, device: str, shared: Mapping[str, str]) -> None:
@@ -47,7 +46,7 @@ class Engine:
         self.context = mx.gpu(self.device_id)
         self.arrays: dict[str, Array] = {}
         self._shared = shared
-        self._seen: list[Array] = []  # arrays that MXNet may be reading or writing
+        self._seen: list[Array] = []  # arrays that MXNet may still be reading or writing
         self._pending: dict[int, Any] = {}  # number of a gate that is still closed -> its CUDA event
         self._num_gates = 0
         self._pass_gate = _ENGINE_CALLBACK(lambda run_context, number: self._pending.pop(number).sync())
@@ -55,8 +54,9 @@ class Engine:
     # --- memory ---
 
     def allocate(self, name: str, num_bytes: int) -> int | None:
-        """The address of a new MXNet array in `arrays`; None for a buffer that is not shared, which needs plain memory
-        only."""
+        """The address of a new MXNet array in `arrays`; None for a buffer that is not shared: plain memory is enough
+        for it.
+        """
         if name not in self._shared:
             return None
         dtype = self._shared[name]
@@ -65,7 +65,7 @@ class Engine:
         return address(array)
 
     def here(self, array: Array) -> Array:
-        """A copy of the array on this GPU, or the array itself if it is there."""
+        """The array itself if it is on this GPU, otherwise a copy on this GPU."""
         return array if array.context == self.context else array.as_in_context(self.context)
 
     def views(self, name: str, tensors: FlatArray) -> dict[str, Array]:
@@ -77,9 +77,10 @@ class Engine:
     # --- order ---
 
     def gate(self, event: Any, arrays: Sequence[Array], reading: bool = False, is_seen: bool = True) -> None:
-        """Make MXNet's later work on the arrays wait for a CUDA event: all of it, or with `reading` only writes. Do not
-        pass an array twice, nor a slice beside its whole: the engine sees them as one variable and would wait for
-        itself. `is_seen`: `wait` must wait for MXNet's work on them."""
+        """Make MXNet's later work on the arrays wait for a CUDA event: all work, or with `reading` only writes. Do not
+        pass an array twice, nor a slice together with the array that contains it: the engine treats both as one
+        variable and would wait for itself. `is_seen`: `wait` must wait for MXNet's work on the arrays.
+        """
         self._num_gates += 1
         self._pending[self._num_gates] = event
         handles = (ctypes.c_void_p * len(arrays))(*(array.handle for array in arrays))
@@ -91,7 +92,7 @@ class Engine:
             self._seen += arrays
 
     def wait(self) -> None:
-        """Wait until MXNet has finished its work on the arrays that it has been given."""
+        """Wait until MXNet has finished its work on the arrays of gates with `is_seen`."""
         for array in self._seen:
             _call("MXNDArrayWaitToWrite", array.handle)
         self._seen.clear()

@@ -1,8 +1,8 @@
 """The cuda executor: a network of this package on MXNet's GPU arrays, in order with MXNet's engine.
 
 Parameters, gradients and running statistics lie in MXNet arrays on `mx.gpu()`, so that MXNet and Horovod can work with
-them; the network itself runs on a stream of its own, kept in order with them by gates (`engine.py`). A gate costs host
-time, so it is pushed only on access: the properties `params`, `aux` and `grads` push it.
+them; the network itself runs on its own stream. Gates (`engine.py`) keep the stream in order with MXNet's operations. A
+gate costs host time, so gates are pushed only on access, by the properties `params`, `aux` and `grads`.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from graph_passes.executors.cuda.training_step import OnBucket, TrainingStep
 from graph_passes.graph import Graph
 from graph_passes.optimizers import Rule
 
-PASSES_AHEAD = 2  # inference passes that may wait for the GPU before the host waits too
+PASSES_AHEAD = 2  # largest number of inference passes in flight before the host waits
 
 
 class CudaExecutor(Executor):
     """Runs a graph compiled to cuDNN graphs and our own CUDA kernels. Made for one batch size and image size.
 
-    Its `network` does not depend on MXNet. It is a `TrainingStep`, also available as `step` for calls that need no
-    order with MXNet's engine; or with `int8` a `QuantisedNetwork`, for inference only.
+    The attribute `network` does not depend on MXNet. It is a `TrainingStep`, also available as `step` for calls that
+    need no order with MXNet's engine. With `int8` it is a `QuantisedNetwork`, for inference only.
 
-    Differs from the other executors in three ways:
+    This executor differs from the other executors in three ways:
 
-    - Gradients are in `dtype`, except those of gamma, beta and bias (fp32), and multiplied by the loss scale. In
-      bfloat16, which MXNet cannot hold, `grads` has the fp32 ones only.
+    - Gradients are in `dtype`, except those of gamma, beta and bias (fp32), and multiplied by the loss scale. MXNet has
+      no bfloat16, so in bfloat16 `grads` has only the fp32 gradients.
     - Stock MXNet has no kernels for new GPUs, so the executor has its own optimizer, `optimizer`: plain SGD until
       `create_optimizer` sets another rule.
     - `params`, `aux` and `grads` must be read anew in every step: reading them waits for the step.
 
-    `options` are the fields of `StepOptions`, of which a network in INT8 has `deterministic` only. For several GPUs
+    `options` are the fields of `StepOptions`, of which a network in INT8 accepts only `deterministic`. For several GPUs
     (docs/multi_gpu.md), `num_buckets` cuts the backward pass, so that `on_bucket` of `forward_backward` is called with
     the gradients of the last layers while the first ones are still being computed.
     """
 
     network: Network
-    optimizer: DeviceOptimizer  # not in INT8
+    optimizer: DeviceOptimizer  # exists only for training, not in INT8
 
     def __init__(self, graph: Graph, shapes: Mapping[str, Sequence[int]], device: str = "gpu(0)",
                  int8: Quantisation | None = None, **options: Any) -> None:
@@ -68,7 +68,7 @@ class CudaExecutor(Executor):
         self.gpu_bus_id = self.gpu.device.pci_bus_id
         self._num_valid = self.input_shapes["data"][0]
         self._num_inferred = 0  # number of images of the latest inference
-        self._answered: deque[Any] = deque()  # CUDA events at the ends of the latest passes of inference
+        self._answered: deque[Any] = deque()  # CUDA events at the ends of the latest inference passes
         self._idle = IdleClock(self.gpu)
 
     def _make_step(self, device: str, options: StepOptions) -> None:
@@ -110,7 +110,7 @@ class CudaExecutor(Executor):
         return self._written("statistics", self._aux)
 
     def _written(self, name: str, views: dict[str, Array]) -> dict[str, Array]:
-        """Views of a shared array, which the caller may write. A network in INT8 has none."""
+        """Views of a shared array. The caller may write them. A network in INT8 has none."""
         if isinstance(self.network, TrainingStep):
             self._engine.gate(self.gpu.record_event(), [self._engine.arrays[name]])
             self.network.parameters_changed()
@@ -165,24 +165,26 @@ class CudaExecutor(Executor):
         step.mix(draws)
         step.set_seed(draws.seed)
         step.forward_backward(accumulate, on_bucket, place)
-        # the batch must not be overwritten before it is read
+        # MXNet must not overwrite the batch before the network has read it
         self._engine.gate(self.gpu.record_event(), used, reading=True)
         self._batch = used[0]
         self._idle.end()
 
     def hand_over(self, on_bucket: OnBucket) -> None:
-        """Call `on_bucket` with each bucket of the present gradients, after several passes were accumulated."""
+        """Call `on_bucket` with each bucket of the present gradients; used after several passes have been accumulated.
+        """
         self._engine.wait()
         self.step.hand_over(on_bucket)
 
     def show_passes(self, number: int) -> None:
-        """Write `number` into `passes_shown` once the GPU has done its present work. Asynchronous, through a buffer of
-        the GPU: writing host memory directly may make the host wait for the stream."""
+        """Write `number` into `passes_shown` as soon as the GPU has finished its present work. Asynchronous. The value
+        passes through a GPU buffer, because writing host memory directly may make the host wait for the stream.
+        """
         self.gpu.write_word(self._passes_done, np.uint32(number))
         self.gpu.start_download(self.passes_shown, self._passes_done)
 
     def profile(self) -> Profile:
-        """Time, bytes and operations of every kernel of forward and backward pass, for the latest batch."""
+        """Measure time, bytes and operations of every kernel of the forward and backward pass, for the latest batch."""
         batch = self._batch
         self.step.load_from_device(address(batch), np.dtype(batch.dtype).name, batch.shape)
         return self.step.profile()
@@ -212,14 +214,15 @@ class CudaExecutor(Executor):
         num_images = min(data.shape[0], self.input_shapes["data"][0])
         batch, used = self._given(data, label, min(num_valid, num_images), num_images)
         self.network.infer(num_images, self.network.take(*batch))
-        # the batch must not be overwritten before it is read
+        # MXNet must not overwrite the batch before the network has read it
         self._engine.gate(self.gpu.record_event(), used, reading=True)
         self._num_inferred = num_images
 
     def forward(self, data: Array, label: Array | None = None) -> Array:
-        """`infer` with a label for every image. Returns the probabilities in a new array: before writing an old one
-        again, the host would have to wait for MXNet, whose worker waits for the GPU. Each pass would wait for the one
-        before."""
+        """`infer` with a label for every image. Returns the probabilities in a new array: before reusing an array, the
+        host would have to wait for MXNet, whose worker waits for the GPU, so each pass would wait for the previous
+        pass.
+        """
         self.infer(data, label, 0 if label is None else data.shape[0])
         source = self.network.persistent.probabilities
         answer = mx.nd.empty((self._num_inferred, source.shape[1]), ctx=self._engine.context)
@@ -241,7 +244,7 @@ class CudaExecutor(Executor):
             self._answered.popleft().sync()
 
     def profile_inference(self, data: Array) -> Profile:
-        """Time, bytes and operations of every kernel, for inference on a whole batch."""
+        """Measure time, bytes and operations of every kernel, for inference on a whole batch."""
         self._engine.wait()
         batch, used = self._given(data, None, 0, data.shape[0])
         self.network.load_from_device(*batch)
@@ -253,19 +256,22 @@ class CudaExecutor(Executor):
 
     def _given(self, data: Array, label: Array | None, num_valid: int, num_images: int
                ) -> tuple[tuple[int, str, tuple[int, ...]], list[Array]]:
-        """The images on this GPU (address, dtype and shape), and the arrays that are read. Loads the labels."""
+        """The images on this GPU (address, dtype and shape), and the arrays that are read. Also copies the labels to
+        the network's buffer.
+        """
         made, persistent = self.input_shapes["data"], self.network.persistent
         for name, array in (("data", data), ("softmax_label", label)):
             if array is not None:
                 shape = tuple(array.shape)
                 if name == "data" and shape[-1] == persistent.data.shape[3]:
-                    shape = (*shape[:-1], made[3])  # it has the number of channels that the network reads
-                whole = made[0] if shape[0] == num_images else shape[0]  # `num_images` may be less than a batch
+                    shape = (*shape[:-1], made[3])  # the batch already has the network's number of channels
+                # `num_images` may be smaller than the batch size
+                whole = made[0] if shape[0] == num_images else shape[0]
                 self.check_input(name, (whole, *shape[1:]))
         data = self._engine.here(data)
         used = [data]
         if label is not None:
-            if label.dtype != np.float32:  # its bytes are copied unchanged
+            if label.dtype != np.float32:  # the bytes of the labels are copied unchanged
                 raise GraphError(f"'softmax_label' has the dtype {np.dtype(label.dtype).name}: give float32")
             label = self._engine.here(label)
             self.gpu.copy(persistent.label.address, address(label), persistent.label.bytes_of(num_images))
@@ -298,17 +304,18 @@ class CudaExecutor(Executor):
 
 
 class DeviceOptimizer:
-    """The step's optimizer with the interface `Optimizer`. Its arrays are MXNet's, and it runs in order with MXNet's
-    engine."""
+    """The step's optimizer with the interface `Optimizer`. Its arrays are MXNet arrays, and it runs in order with
+    MXNet's engine.
+    """
 
     def __init__(self, step: TrainingStep, engine: Engine) -> None:
         self._step, self._engine = step, engine
-        self._states: dict[int, dict[str, Array]] = {}  # by number of the slot
+        self._states: dict[int, dict[str, Array]] = {}  # arrays by variable, by the slot's number
         self._ema: dict[str, Array] = {}
 
     @property
     def state(self) -> dict[str, dict[str, Array]]:
-        """The optimizer's state, by slot, fp32; read it anew in every step."""
+        """The optimizer's state in fp32, by slot. It must be read anew in every step."""
         found = {}
         for number, (slot, array) in enumerate(self._step.states.items(), start=1):
             if number not in self._states:
@@ -319,8 +326,9 @@ class DeviceOptimizer:
 
     @property
     def ema(self) -> dict[str, Array]:
-        """Moving averages of parameters and running statistics, fp32; read them anew in every step. Empty if none are
-        kept."""
+        """Moving averages of parameters and running statistics, fp32; they must be read anew in every step. Empty if no
+        averages are kept.
+        """
         store = self._step.store
         if not store.ema.address:
             return {}

@@ -16,8 +16,9 @@ from graph_passes.passes import fold_bn, fold_frozen, foldings
 
 
 class Folded:
-    """The parameters of `fold_bn(graph)`, all of them. With `frozen_only`, only the parameters that
-    `fold_frozen(graph)` replaces: folded weights and their biases. They get their values by `fold`."""
+    """All parameters of `fold_bn(graph)`. With `frozen_only`, only the parameters that `fold_frozen(graph)` replaces:
+    folded weights and their biases. `fold` computes the values.
+    """
 
     def __init__(self, graph: Graph, shapes: Mapping[str, tuple[int, ...]], dtype: str, tools: Toolchain,
                  frozen_only: bool = False) -> None:
@@ -33,13 +34,13 @@ class Folded:
         self.store = FoldedStore(parameters, statistics, dtype)
         for array in self.store.arrays.values():
             array.place(self._gpu.allocate(max(array.num_bytes, 1)))
-            self._gpu.fill(array.address, 0, array.num_bytes)  # the padding behind statistics
-        self._graph: Any = None  # a CUDA graph
+            self._gpu.fill(array.address, 0, array.num_bytes)  # clears the padding behind statistics
+        self._graph: Any = None  # CUDA graph of the folding kernels
 
     def fold(self, trained: ParameterStore) -> None:
-        """Compute them from the present parameters and running statistics. Asynchronous."""
+        """Compute the folded parameters from the present parameters and running statistics. Asynchronous."""
         if self._graph is None:
-            self._kernels.get("elementwise.cu", self._kernel)  # compiled before capturing
+            self._kernels.get("elementwise.cu", self._kernel)  # the kernel must be compiled before the capture
             self._graph = self._gpu.capture(partial(self._enqueue, trained))
         self._gpu.replay(self._graph)
 
@@ -51,7 +52,7 @@ class Folded:
             weight = convolution.inputs[1].node
             source = trained.master.slices[weight]
             filters = source.shape[0]
-            own_bias = trained.master.slices.get(bias)  # bias of the convolution
+            own_bias = trained.master.slices.get(bias)  # the convolution's own bias, if it has one
             kernel.launch((filters, 1, 1), (256, 1, 1), source.address, own_bias.address if own_bias else 0,
                           trained.master.slices[gamma].address, trained.master.slices[beta].address,
                           trained.statistics.slices[mean].address, trained.statistics.slices[var].address,

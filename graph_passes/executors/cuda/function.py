@@ -19,13 +19,11 @@ from graph_passes.passes import tensor_dtypes
 
 
 class DeviceFunction:
-    """A graph compiled as one CUDA graph. Its variables and outputs have their own memory, which the caller fills and
-    reads. All other tensors are in the arena.
+    """A graph compiled as one CUDA graph. The graph's variables and outputs have their own memory, which the caller
+    fills and reads. All other tensors are in the arena.
 
-    Args:
-        passes: produce the graph that runs, from this GPU's prices.
-        shapes: of the graph's inputs; the shapes of all other tensors are inferred.
-        dtype: of the network: "float16", "bfloat16" or "float32".
+    Args: passes: produce the graph that runs, from this GPU's prices. shapes: the shapes of the graph's inputs; all
+        other shapes are inferred. dtype: the network's type: "float16", "bfloat16" or "float32".
 
     Raises GraphError if a node cannot be lowered, or memory is short.
     """
@@ -34,7 +32,7 @@ class DeviceFunction:
                  tools: Toolchain) -> None:
         self._tools = tools
         self._executable: Any = None
-        # Empty buffers for everything but the data: no operator of a function reads them.
+        # All persistent buffers except the data are empty: no operator of a function reads them.
         nothing = {field.name: Buffer(field.name, (0,), "uint8") for field in dataclasses.fields(Persistent)}
         persistent = Persistent(**nothing | {"data": self._placed("data", shapes["data"], dtype)})
         prices = Prices(shapes, ParameterStore((), {}, dtype), persistent, tools)
@@ -56,7 +54,7 @@ class DeviceFunction:
         tools.arena.admit(self._program.arena_bytes, self._place)
 
     def __call__(self) -> None:
-        """Run it asynchronously."""
+        """Run the function asynchronously."""
         self._tools.gpu.replay(self._executable)
 
     def close(self) -> None:
@@ -73,7 +71,7 @@ class DeviceFunction:
         return buffer
 
     def _place(self, arena: int) -> None:
-        """Capture again after a move: addresses are part of a CUDA graph."""
+        """Capture again after the arena has moved, because a CUDA graph contains addresses."""
         if self._executable is not None:
             self._tools.gpu.destroy(self._executable)
         self._program.place(arena)

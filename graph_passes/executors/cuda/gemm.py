@@ -15,7 +15,7 @@ from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.device import INSTALL, Gpu
 from graph_passes.passes.precision import ITEM_BYTES
 
-WORKSPACE_BYTES = 32 << 20  # what NVIDIA advises for Hopper; older GPUs need less
+WORKSPACE_BYTES = 32 << 20  # NVIDIA's advice for Hopper; older GPUs need less
 MAX_CANDIDATES = 8  # algorithms timed per problem; cuBLASLt lists the most promising ones first
 
 # library_types.h (cudaDataType) and cublas_api.h (cublasComputeType_t, cublasOperation_t)
@@ -26,8 +26,9 @@ _TRANSPOSE_A, _TRANSPOSE_B, _MAX_WORKSPACE_BYTES = 3, 4, 1
 
 
 class _Types(NamedTuple):
-    """Types of a product: our names of the operand and result types, and cuBLASLt's numbers for these, for the sums,
-    and for alpha."""
+    """Types of a product: our names of the operand type and the result type, and cuBLASLt's numbers for both, for the
+    type of the sums, and for the type of alpha.
+    """
 
     operand: str
     result: str
@@ -139,8 +140,9 @@ class GemmLibrary:
         self._check(function, getattr(self._library, function)(self._handle, *arguments))
 
     def fastest(self, problem: GemmProblem, a: int, b: int, c: int, workspace: int) -> Gemm:
-        """The fastest of cuBLASLt's algorithms, timed on the matrices at these addresses. Raises GraphError if it has
-        none for this problem on this GPU."""
+        """The fastest of cuBLASLt's algorithms, timed on the matrices at these addresses. Raises GraphError if cuBLASLt
+        has no algorithm for this problem on this GPU.
+        """
         timed: list[tuple[float, int]] = []
         gemms = self._proposed(problem)
         for number, gemm in enumerate(gemms):
@@ -184,7 +186,9 @@ class GemmLibrary:
         return _Handles(product, *layouts)
 
     def _created(self, function: str, *arguments: Any) -> ctypes.c_void_p:
-        """The descriptor that a function creates. It lives as long as the process: a few hundred bytes."""
+        """The descriptor that a cuBLASLt function creates. Descriptors are never freed, because each has only a few
+        hundred bytes.
+        """
         created = ctypes.c_void_p()
         self._check(function, getattr(self._library, function)(ctypes.byref(created), *arguments))
         return created

@@ -1,4 +1,4 @@
-"""How long a GPU is idle because its next batch is late, measured on the GPU."""
+"""Measures, on the GPU, how long the GPU is idle because its next batch is late."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class IdleClock:
         self._gaps = []
 
     def forget(self) -> None:
-        """Something other than training runs now: the time until it ends is not counted."""
+        """Do not count the time until the next pass, because work other than training runs now."""
         if self._end is not None:
             self._unused.append(self._end)
             self._end = None

@@ -15,10 +15,11 @@ from graph_passes.graph import Graph
 
 
 class Inference:
-    """The graph that `passes` produce, on its own parameters, in `store`, with the inputs and outputs of a `Network`.
+    """The graph that `passes` produce, compiled for inference. It has its own parameters, in `store`, and the inputs
+    and outputs of a `Network`.
 
-    A batch may be smaller than the network's: its images, labels and probabilities are at the start of the buffers. The
-    compiled graph is kept until images of another size come.
+    A batch may be smaller than the network's batch size: its images, labels and probabilities are then at the start of
+    the buffers. The compiled graph is kept until images of another size come.
     """
 
     def __init__(self, passes: Callable[[Price], Graph], shapes: Mapping[str, tuple[int, ...]], store: Store,
@@ -29,7 +30,8 @@ class Inference:
         self.image_size = tuple(shapes["data"][1:3])
 
     def prepare(self, num_images: int, persistent: Persistent) -> None:
-        """Compile for this many images in `persistent`, of their present size, unless that is done already."""
+        """Compile the graph for `num_images` images of the present size in `persistent`, unless that is done already.
+        """
         image_size = persistent.data.shape[1:3]
         if image_size != self.image_size:
             for compiled in self._compiled.values():
@@ -40,8 +42,9 @@ class Inference:
             self._compiled[num_images] = self._compile(num_images, persistent)
 
     def run(self, num_images: int, batch: int = 0) -> None:
-        """Compute probabilities and metrics of this many images, for which `prepare` was called: of the loaded batch,
-        or of the batch at the address `batch`. Asynchronous."""
+        """Compute probabilities and metrics of `num_images` images, for which `prepare` was called. The images are the
+        loaded batch, or the batch at the address `batch`. Asynchronous.
+        """
         self.latest = self._compiled[num_images]
         self.latest.replay(batch=batch)
 

@@ -23,14 +23,16 @@ from graph_passes.executors.cuda.declarations import SOURCES
 from graph_passes.executors.cuda.device import INSTALL, Gpu
 
 Size = tuple[int, int, int]  # grid in blocks, block in threads
-DEFAULT_SHARED_BYTES = 32 << 10  # dynamic shared memory beside the static part; 48 KiB together need no permission
-MOST_COMPILED_AT_ONCE = 16  # 45 MB of memory each; the longest of 60 kernels takes a sixteenth of the total time
+# dynamic shared memory; up to 48 KiB, including static shared memory, need no permission
+DEFAULT_SHARED_BYTES = 32 << 10
+# each compilation takes 45 MB of memory; the longest of 60 kernels takes a sixteenth of the total time
+MOST_COMPILED_AT_ONCE = 16
 HOPPER = (9, 0)
 C_TYPES = {"float16": "half", "bfloat16": "bfloat16", "float32": "float"}  # our dtype names -> names in the .cu files
 
 
 class Written(str):
-    """Source code that this program has written, where otherwise the name of a file of kernels/ stands."""
+    """Generated source code, which can be given in place of the name of a file of kernels/."""
 
 
 def threads(items: int) -> tuple[Size, Size]:
@@ -55,15 +57,15 @@ def instance(name: str, *arguments: object) -> str:
 
 
 def architecture(capability: tuple[int, ...]) -> str:
-    """NVRTC's name for a GPU; for Hopper the one with its special instructions (sm_90a)."""
+    """NVRTC's name for a GPU; for Hopper sm_90a, which includes Hopper's special instructions."""
     return f"sm_{capability[0]}{capability[1]}{'a' if capability == HOPPER else ''}"
 
 
 def compile_kernel(source: str, expression: str, arch: str) -> tuple[bytes, str]:
-    """Machine code of one kernel of kernels/`source`, or of the source code itself if it is `Written`, and its symbol
-    name; `expression` is `name` or `name<arguments>`.
+    """Compile one kernel of kernels/`source`, or of `source` itself if it is `Written`. Returns the machine code and
+    the kernel's symbol name. `expression` is `name` or `name<arguments>`.
 
-    `arch` is NVRTC's, such as 'sm_90a'. Needs NVRTC but no GPU and no driver.
+    `arch` is NVRTC's, such as 'sm_90a'. Compiling needs NVRTC, but neither a GPU nor a driver.
     """
     from cuda.core import Program, ProgramOptions
 
@@ -108,7 +110,7 @@ class KernelLibrary:
         self._pool: ThreadPoolExecutor | None = None
 
     def get(self, source: str, expression: str) -> Kernel:
-        """The kernel `expression` of kernels/`source`; compiled unless this machine has it on disk."""
+        """The kernel `expression` of kernels/`source`; compiled unless the machine code is on this machine's disk."""
         key = (source, expression)
         if key not in self._loaded:
             with phase(KERNELS):
@@ -129,20 +131,21 @@ class KernelLibrary:
             self._begun.clear()
 
     def begin(self, source: str, expression: str) -> None:
-        """Announce that a kernel will be needed. Within `side_by_side`, another core reads or compiles it from now on;
-        `get` waits for it."""
+        """Announce that a kernel will be needed. Within `side_by_side`, another core begins to read or compile the
+        kernel, and `get` waits for the result.
+        """
         key = (source, expression)
         if self._pool and key not in self._loaded and key not in self._begun:
             self._begun[key] = self._pool.submit(lambda: self._kept(*key) or self._compiled(*key))
 
     def _begun_or_compiled(self, source: str, expression: str) -> tuple[bytes, str]:
         begun = self._begun[source, expression]
-        if begun.cancel():  # its turn had not come
+        if begun.cancel():  # its compilation had not begun
             return self._kept(source, expression) or self._compiled(source, expression)
         return begun.result()
 
     def _kept(self, source: str, expression: str) -> tuple[bytes, str] | None:
-        """Machine code and symbol from the disk; None if they are not there."""
+        """The machine code and symbol name from the disk; None if the disk does not have them."""
         entry = self._cache.read(self._name(source, expression))
         if entry is None:
             return None
@@ -167,7 +170,7 @@ class KernelLibrary:
 
 @cache
 def sources_digest() -> str:
-    """A digest that changes with every edit of a kernel."""
+    """A digest of all kernel sources. It changes with every edit."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.cu*")))).hexdigest()
 
 

@@ -3,7 +3,8 @@
 The graph comes from `graph_passes/pipeline.py`: NHWC, fused, and for training with its backward pass. Nodes are lowered
 in the graph's order, which is the order of the launches.
 
-Each function takes a `Builder` and a node. It is in the file of the kernel that it launches (`kernels/`).
+Each function takes a `Builder` and a node. The function for an operator is in the file of the kernel that it launches
+(`kernels/`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ __all__ = ["LoweredGraph", "Persistent", "bound_buffers", "check_operators", "lo
 
 
 def check_operators(graph: Graph) -> None:
-    """Raise GraphError for the first node that cannot be lowered: an unknown operator, or not NHWC."""
+    """Raise GraphError for the first node that cannot be lowered: an unknown operator, or an operator that is not in
+    NHWC.
+    """
     unknown = [node for node in graph if not node.is_variable and node.op not in LAUNCHES]
     if unknown:
         raise no_lowering(unknown[0])
@@ -48,8 +51,9 @@ class LoweredGraph:
 
 def lower(graph: Graph, shapes: Mapping[Ref, Shape], store: Store, persistent: Persistent,
           tools: Toolchain) -> LoweredGraph:
-    """Lower a graph. `shapes`: of all its tensors. Raises GraphError, naming the node, for an operator without a
-    lowering or a tensor with too many elements."""
+    """Lower a graph. `shapes`: the shapes of all tensors of the graph. Raises GraphError, naming the node, for an
+    operator without a lowering or a tensor with too many elements.
+    """
     check_operators(graph)
     check_sizes(shapes)
     builder = Builder(shapes, tensor_dtypes(graph), bound_buffers(graph, store, persistent), store.dtype, persistent,
@@ -78,13 +82,14 @@ def lower_nodes(builder: Builder, nodes: Graph | list[Node]) -> None:
 
 
 def hand_out(builder: Builder, node: Node) -> None:
-    """Copy the tensor at which inference ends, as float32, to the buffer that otherwise has the probabilities."""
+    """Copy the tensor that inference returns, as float32, to the buffer of the probabilities."""
     builder.convert(node, builder.dense(Ref(node.name)), builder.persistent.probabilities)
 
 
 def bound_buffers(graph: Graph, store: Store, persistent: Persistent) -> dict[Ref, Buffer]:
-    """Buffers of the tensors that have an address already: data, parameters, running statistics, and their
-    gradients. Also those of images in another order, which have the padded channel of the data."""
+    """Buffers of the tensors that have an address already: data, parameters, running statistics, and their gradients.
+    Also includes the buffers of reordered images, which have the padding channel of the data.
+    """
     buffers = {Ref("data"): persistent.data, Ref(SEED): persistent.seed,
                **{Ref(name): buffer for name, buffer in store.values.items()},
                **{Ref(name): buffer for name, buffer in store.statistics.slices.items()}}
@@ -96,7 +101,7 @@ def bound_buffers(graph: Graph, store: Store, persistent: Persistent) -> dict[Re
         if name.endswith("_grad"):
             buffers[ref] = store.gradients[name.removesuffix("_grad")]
     for node in graph:
-        if node.op == "GroupMean":  # it works in place
+        if node.op == "GroupMean":  # GroupMean works in place
             buffers |= {ref: buffers[mean] for ref, mean in zip(node.inputs, node.refs(), strict=True)
                         if mean in buffers}
     return buffers

@@ -38,8 +38,8 @@ class MetricsLayout(ctypes.Structure):
 class Network:
     """Takes batches, computes probabilities, and adds to the metrics.
 
-    `shapes`: of the inputs `data` (NHWC) and `softmax_label`. Images of other sizes are allowed: the network is
-    compiled for a size when it is first used.
+    `shapes`: the shapes of the inputs `data` (NHWC) and `softmax_label`. Images of other sizes are allowed: the network
+    is compiled for a size when it is first used.
     """
 
     def __init__(self, graph: Graph, shapes: Mapping[str, tuple[int, ...]], options: StepOptions, device_id: int,
@@ -51,10 +51,11 @@ class Network:
         self.kernels, self._arena = self._tools.kernels, self._tools.arena
         self._graph, self._shapes = graph, dict(shapes)
         self._inference: Inference | None = None
-        self._free_pinned: list[np.ndarray] = []  # pinned arrays for metrics that can be reused
-        self._free_answers: list[tuple[int, np.ndarray]] = []  # addresses on the GPU and in pinned memory
-        self.skipped_steps = self.skipped_in_a_row = 0  # as in `Executor`
-        self.gradient_norm: float | None = None  # as in `Executor`
+        self._free_pinned: list[np.ndarray] = []  # unused pinned arrays for metrics
+        # unused buffers for probabilities: addresses on the GPU, and pinned arrays
+        self._free_answers: list[tuple[int, np.ndarray]] = []
+        self.skipped_steps = self.skipped_in_a_row = 0  # see `Executor`
+        self.gradient_norm: float | None = None  # see `Executor`
 
     def _make_persistent(self, data: tuple[int, ...], answer: tuple[int, ...]) -> None:
         """Allocate inputs and outputs for data and an answer of these shapes."""
@@ -85,7 +86,7 @@ class Network:
             self.gpu.upload(class_weights.address, np.array(weights, np.float32))
         self.persistent = Persistent(**buffers, probabilities=probabilities, loss_scale=loss_scale,
                                      class_weights=class_weights)
-        self._inputs = {self.persistent.data.shape[1:3]: self.persistent.data}  # by image height and width
+        self._inputs = {self.persistent.data.shape[1:3]: self.persistent.data}  # (image height, width) -> input buffer
 
     def _zeros(self, num_bytes: int) -> int:
         address = self.gpu.allocate(num_bytes)
@@ -107,13 +108,13 @@ class Network:
         self.persistent = dataclasses.replace(self.persistent, data=self._inputs[image_size])
 
     def _free_inputs(self) -> None:
-        """Free the input buffers of sizes for which nothing is compiled any more."""
+        """Free the input buffers of sizes for which no compiled graph exists any more."""
         for image_size in self._inputs.keys() - self._image_sizes_in_use():
             self.gpu.synchronize()
             self.gpu.free(self._inputs.pop(image_size).address)
 
     def _image_sizes_in_use(self) -> set[tuple[int, ...]]:
-        """Image sizes that are loaded or compiled for."""
+        """Image sizes of the loaded batch and of compiled graphs."""
         used = {self.persistent.data.shape[1:3]}
         return used | {self._inference.image_size} if self._inference else used
 
@@ -129,8 +130,9 @@ class Network:
         self.gpu.free(staging)
 
     def take(self, address: int, dtype: str, shape: tuple[int, ...]) -> int:
-        """Take a batch on the GPU for the next pass. Returns its address if the network can read it there; otherwise
-        loads the batch and returns 0."""
+        """Use a batch that is on the GPU for the next pass. If the network can read the batch directly, return its
+        address. Otherwise load the batch and return 0.
+        """
         self._accept(dtype, shape)
         if self._is_as_wanted(dtype, shape) and address % ALIGNMENT == 0:
             return address
@@ -150,7 +152,9 @@ class Network:
                       ctypes.c_int(target.shape[3]))
 
     def _accept(self, dtype: str, shape: tuple[int, ...]) -> None:
-        """Prepare for images of this size. Raises GraphError for a batch that the network was not built for."""
+        """Check a batch, and prepare the network for its image size. Raises GraphError for a batch that the network was
+        not built for.
+        """
         made = self.persistent.data.shape
         if len(shape) != 4 or shape[0] > made[0] or shape[3] > made[3]:
             raise GraphError(f"data has the shape {tuple(shape)}: the network was built for {made}")
@@ -165,14 +169,14 @@ class Network:
     def infer(self, num_images: int | None = None, batch: int = 0) -> None:
         """Forward pass with running statistics: computes the probabilities and adds to the metrics.
 
-        `num_images`: size of a batch that is smaller than the network's. `batch`: address returned by `take`; 0 for the
-        loaded batch. Asynchronous, except for the first batch of a new size.
+        `num_images`: size of the batch, if it is smaller than the network's batch size. `batch`: address returned by
+        `take`; 0 for the loaded batch. Asynchronous, except for the first batch of a new size.
         """
         num_images = num_images or self._shapes["data"][0]
         self._prepared(num_images).run(num_images, batch)
 
     def prepare_inference(self, image_size: tuple[int, int]) -> None:
-        """Compile for whole batches of images of this size; otherwise the first `infer` would have to."""
+        """Compile inference for whole batches of images of this size. Otherwise the first `infer` would compile it."""
         self._select_input(image_size)
         self._prepared(self._shapes["data"][0])
 
@@ -186,7 +190,7 @@ class Network:
         return inference
 
     def _ready_inference(self) -> Inference:
-        """Inference with the present parameters."""
+        """The inference object, updated to the present parameters."""
         raise NotImplementedError
 
     def profile_inference(self) -> Profile:
@@ -204,8 +208,9 @@ class Network:
 
     def request_probabilities(self, num_images: int) -> Callable[[], np.ndarray]:
         """Probabilities of the first images of the latest `infer`, (N, classes) float32, without waiting. Returns a
-        function, to be called once, that waits for this pass only. The probabilities are first copied within the GPU,
-        so that the next pass need not wait for the slower copy to the host."""
+        function, to be called once, that waits only for this pass and returns the array. The probabilities are first
+        copied within the GPU, so that the next pass need not wait for the slower copy to the host.
+        """
         source = self.persistent.probabilities
         if not self._free_answers:
             self._free_answers.append((self.gpu.allocate(source.num_bytes), self.gpu.pinned(source.num_bytes)))
@@ -231,7 +236,8 @@ class Network:
 
     def request_metrics(self) -> Callable[[], Metrics]:
         """`read_metrics` without waiting. Returns a function, to be called once, that waits for the passes enqueued so
-        far."""
+        far and returns their metrics.
+        """
         buffer, size = self.persistent.metrics, self.persistent.metrics.num_bytes
         pinned = self._free_pinned.pop() if self._free_pinned else self.gpu.pinned(size + ctypes.sizeof(State))
         self.gpu.start_download(pinned[:size], buffer.address)

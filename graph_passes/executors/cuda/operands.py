@@ -1,4 +1,4 @@
-"""How a launch uses each of its buffers. This is stated at the launch and nowhere else."""
+"""Operands state how a launch uses each of its buffers. Only the launch itself states this."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ class In:
 
 @dataclass(frozen=True)
 class Out:
-    """A buffer that is written. `over`: an operand that may share its memory, because element i of the output depends
-    on element i of that operand only. None is a null pointer."""
+    """A buffer that is written. `over`: an operand whose memory the output may share, because element i of the output
+    depends on no other element of that operand than element i. None is a null pointer.
+    """
 
     buffer: Buffer | None
     over: Buffer | None = None
@@ -34,7 +35,7 @@ class InOut:
 
 @dataclass(frozen=True)
 class Scratch:
-    """Memory that only this launch uses: no tensor."""
+    """Scratch memory of one launch, which holds no tensor."""
 
     buffer: Buffer
 
@@ -51,7 +52,7 @@ Operand = In | Out | InOut | Scratch
 
 
 def reads(operands: Iterable[object]) -> tuple[Buffer, ...]:
-    """The buffers that are read, each once."""
+    """The buffers that are read, without duplicates."""
     return tuple(dict.fromkeys(each.buffer.whole for each in _plain(operands)
                                if isinstance(each, In | InOut) and each.buffer))
 
@@ -62,7 +63,8 @@ def writes(operands: Iterable[object]) -> tuple[Buffer, ...]:
 
 def in_place(operands: Iterable[object]) -> tuple[Buffer, Buffer] | None:
     """The pair (read, written) if the output may share an input's memory. None if that input is also another operand,
-    as in relu(conv(x) + x): elements of it may be needed after they are overwritten."""
+    as in relu(conv(x) + x): elements of this input may be needed after they are overwritten.
+    """
     plain = list(_plain(operands))
     given = [each.buffer.whole for each in plain if isinstance(each, In | InOut) and each.buffer]
     return next(((each.over.whole, each.buffer.whole) for each in plain

@@ -1,7 +1,7 @@
 """The optimizer on the GPU: any rule of `graph_passes.optimizers`, with dynamic loss scaling, in a few launches.
 
-Everything that controls a step is in a small struct on the GPU (`State` of optimizer.cu). The host only writes the
-learning rate into it.
+All values that control a step are in a small struct on the GPU (`State` of optimizer.cu). The host only writes the
+values of the next step into this struct.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from graph_passes.optimizers import Rule
 from graph_passes.optimizers.sgd import SGD
 
 _CUDA = Declarations("optimizer.cu")
-CHUNK, THREADS, MAX_CONSTANTS = _CUDA.values("CHUNK", "THREADS", "MAX_CONSTANTS")  # CHUNK: elements a block updates
-# For float16. Gradients of a batch mean are small; ResNet-50's fit with a wide margin on both sides.
+# CHUNK: elements that a block updates
+CHUNK, THREADS, MAX_CONSTANTS = _CUDA.values("CHUNK", "THREADS", "MAX_CONSTANTS")
+# For float16. Gradients of a batch mean are small. With this scale ResNet-50's gradients fit into float16 with a wide
+# margin on both sides.
 INITIAL_LOSS_SCALE = 1024.0
 
 
@@ -57,10 +59,11 @@ class _Tensor(ctypes.Structure):
 
 
 class Optimizer:
-    """Updates the store's master weights from its gradients, and the copies in the network's dtype. The rule's state is
-    in the store's first `states`.
+    """Updates the store's master weights, and their copies in the network's dtype, from the store's gradients. The
+    rule's state is in the first arrays of the store's `states`.
 
-    `state_address`: sizeof(State) bytes of device memory, from which the loss kernel reads the loss scale.
+    `state_address`: the address of sizeof(State) bytes of device memory, from which the loss kernel reads the loss
+    scale.
     """
 
     def __init__(self, gpu: Gpu, kernels: KernelLibrary, store: ParameterStore, config: OptimizerConfig,
@@ -89,7 +92,7 @@ class Optimizer:
         self._norms = gpu.allocate(self._num_chunks * 2 * 4)
         self._trust = gpu.allocate(self._num_tensors * 4)
         dynamic = config.loss_scale is None and store.dtype == "float16"
-        # Without loss scaling there is no overflow to skip: NaN then shows in the loss.
+        # Without loss scaling no step is skipped for an overflow: NaN then reaches the loss.
         self._inspects = dynamic or any(needs_norms)
         constants = (ctypes.c_float * MAX_CONSTANTS)(*rule.kernel_constants)
         self._write_state(State(
@@ -98,7 +101,9 @@ class Optimizer:
             clip_norm=config.clip_norm))
 
     def _tables(self) -> tuple[ctypes.Array[_Tensor], np.ndarray]:
-        """Tables of all parameters, trained ones first, and of the chunks that they are cut into, in the same order."""
+        """A table of all parameters, trained parameters first, and a table of their chunks in the order of the
+        parameters.
+        """
         store, gradients, rule = self._store, self._store.reduced_gradients, self.config.rule
         rows: list[_Tensor] = []
         chunks: list[tuple[int, int]] = []
@@ -109,7 +114,7 @@ class Optimizer:
                           num_chunks=num_chunks)
             if copy := store.copies.slices.get(name):
                 row.copy = copy.address
-            if gradient := gradients.get(name):  # otherwise it is frozen
+            if gradient := gradients.get(name):  # a parameter without a gradient is frozen
                 row.gradient, row.fp32_gradient = gradient.address, int(gradient.dtype == "float32")
                 for slot, state in enumerate(store.states[: len(rule.slots)]):
                     row.state[slot] = state.slices[name].address
@@ -174,12 +179,12 @@ class Optimizer:
         return State.from_buffer_copy(content.tobytes())
 
     def get_scalars(self) -> dict[str, float]:
-        """The state of dynamic loss scaling and the number of updates, for resuming a run. Waits."""
+        """The state of dynamic loss scaling and the number of updates, for resuming a run. Waits for the GPU."""
         state = self.read_state()
         return {name: getattr(state, name) for name in self._scalars(state)}
 
     def set_scalars(self, scalars: Mapping[str, float]) -> None:
-        """Restore the values of `get_scalars`. Waits."""
+        """Restore the values of `get_scalars`. Waits for the GPU."""
         state = self.read_state()
         for name in self._scalars(state) & scalars.keys():
             setattr(state, name, float(scalars[name]) if name == "loss_scale" else int(scalars[name]))

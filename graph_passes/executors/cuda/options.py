@@ -15,11 +15,10 @@ from graph_passes.graph import Ref
 class StepOptions:
     """The options of `TrainingStep` and `CudaExecutor`. Raises GraphError for another dtype.
 
-    dtype               of tensors and weights: float16, bfloat16 or float32
-    optimizer           its constants
-    tf32                fp32 convolutions may round their inputs to TF32
-    deterministic       equal inputs give equal bits: no clock decides how something is computed
-    num_buckets         cut the backward pass into that many graphs (`buckets.cut`), so that the gradients of the last
+    dtype type of tensors and weights: float16, bfloat16 or float32 optimizer constants of the optimizer tf32 fp32
+    convolutions may round their inputs to TF32 deterministic equal inputs give equal bits: no measured time decides
+    which kernel runs num_buckets cut the backward pass into that many graphs (`buckets.cut`), so that the gradients of
+    the last
                         layers are ready while the first ones are still being computed
     wire_dtype          "float32": hand gradients over in fp32, whatever their type is. Every update must then follow
                         `forward_backward` with `on_bucket`, or `hand_over`

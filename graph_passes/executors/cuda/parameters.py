@@ -22,7 +22,7 @@ from graph_passes.passes.precision import ITEM_BYTES
 SLICE_ALIGNMENT = 64  # elements: 128 bytes in 16-bit types
 _CUDA = Declarations("optimizer.cu")
 MAX_SLOTS = _CUDA.value("MAX_SLOTS")  # most state arrays that an optimizer keeps for each parameter
-VECTOR = _CUDA.value("VEC")  # channels and classes are padded to multiples of it for the tensor cores
+VECTOR = _CUDA.value("VEC")  # numbers of channels and classes are padded to multiples of VECTOR for the tensor cores
 
 
 def padded(size: int) -> int:
@@ -31,7 +31,9 @@ def padded(size: int) -> int:
 
 
 def padded_channels(channels: int) -> int:
-    """Padded channels of a convolution's input: 3 become 4, for which cuDNN has tensor-core kernels; others stay."""
+    """Padded channels of a convolution's input: 3 become 4, for which cuDNN has tensor-core kernels; other numbers stay
+    unchanged.
+    """
     return 4 if channels == 3 else channels
 
 
@@ -39,9 +41,9 @@ def padded_channels(channels: int) -> int:
 class Parameter:
     """A learned tensor. `shape` is canonical (fp32, OHWI); `device_shape` is padded with zeros.
 
-    `is_weight`: a weight of a convolution, the classifier, recurrent layers or an embedding. It has a copy in the
-    network's dtype beside the fp32 master, a gradient in that dtype, and weight decay. Other parameters (BatchNorm's
-    gamma and beta, biases) are fp32 throughout.
+    `is_weight`: a weight of a convolution, the classifier, recurrent layers or an embedding. A weight has a copy in the
+    network's dtype in addition to the fp32 master, a gradient in that dtype, and weight decay. Other parameters
+    (BatchNorm's gamma and beta, biases) are fp32 throughout.
     """
 
     name: str
@@ -54,13 +56,13 @@ class Parameter:
         return math.prod(self.device_shape)
 
     def to_device(self, array: np.ndarray, dtype: str = "float32") -> np.ndarray:
-        """Canonical array -> flat and padded."""
+        """Convert a canonical array to the device's form: flat and padded."""
         canonical = self._aligned(array)
         padding = [(0, large - small) for small, large in zip(canonical.shape, self.device_shape, strict=True)]
         return np.pad(canonical.astype(dtype), padding).ravel()
 
     def to_canonical(self, flat: np.ndarray) -> np.ndarray:
-        """Flat array from the device -> canonical, fp32."""
+        """Convert a flat array from the device to canonical form, in fp32."""
         array = np.asarray(flat, np.float32).reshape(self.device_shape)
         inner = tuple(slice(0, size) for size in self._aligned_shape)
         return array[inner].reshape(self.shape).copy()
@@ -77,7 +79,9 @@ class Parameter:
 
 
 def parameters_of(graph: Graph, shapes: Mapping[Ref, Shape], inputs: tuple[str, ...]) -> list[Parameter]:
-    """Every parameter of a forward graph, the last layer's first: the order in which the gradients are ready."""
+    """Every parameter of a forward graph, parameters of the last layer first. This is the order in which the gradients
+    are ready.
+    """
     uses, weights, first = roles.uses(graph), roles.weights(graph), roles.first_weights(graph)
     parameters: dict[str, Parameter] = {}
     for node in reversed(list(graph)):
@@ -90,7 +94,7 @@ def parameters_of(graph: Graph, shapes: Mapping[Ref, Shape], inputs: tuple[str, 
                 device_shape: tuple[int, ...] = (*shape[:-1], padded(shape[-1]))
             elif any(reader.op == "FullyConnected" for reader in graph.consumers[ref]):
                 device_shape = (padded(shape[0]), 1, 1, padded(shape[1]))
-            elif shown_name(use.node.op) == "FullyConnected":  # in INT8
+            elif shown_name(use.node.op) == "FullyConnected":  # also covers FullyConnected in INT8
                 device_shape = (padded(shape[0]), 1, 1, shape[1])
             elif use.node.op == "Convolution":
                 device_shape = _weight_shape(shape, use.node["num_group"], name in first)
@@ -116,12 +120,12 @@ def is_depthwise(weight: Shape, groups: int) -> bool:
 
 
 class FlatArray:
-    """One flat array of device memory and the named slices of it."""
+    """One flat array of device memory, cut into named slices."""
 
     def __init__(self, dtype: str, tensors: Iterable[tuple[str, tuple[int, ...]]]) -> None:
         self.dtype = dtype
         self.slices: dict[str, Buffer] = {}
-        self.starts: dict[str, int] = {}  # in elements
+        self.starts: dict[str, int] = {}  # start of each slice, in elements
         self.address = 0
         self.size = 0
         for name, shape in tensors:
@@ -140,12 +144,12 @@ class FlatArray:
 
 
 class ParameterStore:
-    """All state of a network that outlives a step. `dtype`: of the network's tensors.
+    """All state of a network that outlives a step. `dtype`: the type of the network's tensors.
 
     `wire_dtype`: the type in which gradients are averaged over several GPUs. If it differs from `dtype`, the gradients
     of the weights are copied to `wire_gradients`, and the optimizer reads the copies. `frozen` parameters and running
     statistics come last and have no gradients and no optimizer state. `folded`: the store of the folded parameters that
-    replace some of these in the network (`folding.py`).
+    replace some parameters in the network (`folding.py`).
     """
 
     def __init__(self, parameters: Iterable[Parameter], statistics: Mapping[str, tuple[int, ...]], dtype: str,
@@ -167,7 +171,7 @@ class ParameterStore:
         self.statistics = FlatArray("float32", in_order)
         self.copies = FlatArray(dtype, _shapes(p for p in ordered if p.is_weight) if dtype != "float32" else ())
         # Moving averages, which have memory only if an optimizer keeps them. Frozen tensors come last, so these arrays
-        # are laid out like the beginnings of `master` and `statistics`.
+        # have the layout of the first parts of `master` and `statistics`.
         self.ema = FlatArray("float32", trained)
         self.ema_statistics = FlatArray("float32", [item for item in in_order if item[0] not in frozen])
 
@@ -178,7 +182,7 @@ class ParameterStore:
                 "statistics": self.statistics, "copies": self.copies}
 
     def value(self, name: str) -> Buffer:
-        """A parameter in the network's dtype: the copy, or the fp32 master."""
+        """A parameter in the network's dtype: the copy if one exists, otherwise the fp32 master."""
         return self.copies.slices.get(name) or self.master.slices[name]
 
     @property
@@ -221,7 +225,8 @@ class FoldedStore:
 
 class QuantisedStore:
     """The parameters of a graph in INT8, each in its own type, and the running statistics of BatchNorms that could not
-    be folded. `dtypes`: of the parameters by name; `dtype`: of the layers that stay in floats."""
+    be folded. `dtypes`: the types of the parameters by name; `dtype`: the type of layers that stay in floats.
+    """
 
     def __init__(self, parameters: Iterable[Parameter], dtypes: Mapping[str, str],
                  statistics: Mapping[str, tuple[int, ...]], dtype: str) -> None:

@@ -26,8 +26,10 @@ log = logging.getLogger("graph_passes.cuda")
 
 
 class Planner:
-    """Problems are timed in `arena`. `variant` names everything else that the times depend on, such as options of the
-    convolutions. `deterministic`: times must not decide anything, as each kernel sums in its own order."""
+    """Times problems on one GPU, in the memory of `arena`. `variant` names all further settings that times depend on,
+    such as options of the convolutions. `deterministic`: times must not decide between kernels, because each kernel
+    sums in its own order.
+    """
 
     def __init__(self, gpu: Gpu, cache: Cache, arena: Arena, variant: str, deterministic: bool = False) -> None:
         self._gpu, self._cache, self._arena = gpu, cache, arena
@@ -35,12 +37,13 @@ class Planner:
         self._name = f"times-{sources_digest()[:16]}-{variant}"
         self._times: dict[str, float] = self._read()
         self._known = len(self._times)
-        self._transient: dict[str, TransientError] = {}  # memory or time ran out: not stored for the next process
+        # problems for which memory or time ran out; these are not stored for the next process
+        self._transient: dict[str, TransientError] = {}
 
     @phase(TIMING)
     def times(self, problems: Mapping[str, Lower], others: Iterable[Lower] = ()) -> dict[str, float]:
-        """Milliseconds of each problem, by a name that contains everything that its time depends on; infinite for a
-        problem that this GPU cannot run.
+        """The time of each problem in ms, by the problem's name; infinite for a problem that this GPU cannot run. The
+        name must contain everything on which the time depends.
 
         Problems without a known time are all lowered before the first is timed, together with the `others`, which need
         no times. So all kernels are known early and are compiled in parallel.
@@ -59,7 +62,9 @@ class Planner:
         return {name: self._times.get(name, math.inf) for name in problems}
 
     def transient_error(self, problem: str) -> TransientError | None:
-        """Why this problem has no time in this process although the next process may find one."""
+        """The error for which this problem has no time in this process, if the next process may succeed; otherwise
+        None.
+        """
         return self._transient.get(problem)
 
     def _lowered(self, name: str, lower: Lower) -> Program | None:
@@ -78,7 +83,9 @@ class Planner:
             log.debug("%s: %.4f ms", name, self._times[name])
 
     def _refuse(self, name: str, error: GraphError) -> None:
-        """Record that this GPU cannot run it; only for this process if the reason is transient."""
+        """Record that this GPU cannot run the problem. If the reason is transient, the record holds for this process
+        only.
+        """
         if isinstance(error, TransientError):
             self._transient[name] = error
         else:
@@ -102,7 +109,7 @@ class Planner:
 
     @contextlib.contextmanager
     def _placed(self, buffers: set[Buffer]) -> Iterator[None]:
-        """Place the buffers one after the other in the arena for a while."""
+        """Place the buffers one after the other in the arena during the `with` block."""
         address = self._arena.reserve(sum(aligned(buffer.num_bytes) for buffer in buffers))
         before = {buffer: buffer.address for buffer in buffers}
         for buffer in sorted(buffers, key=lambda buffer: buffer.name):

@@ -31,8 +31,9 @@ class Prices:
 
     def __call__(self, table: Candidates) -> list[float]:
         """Milliseconds of each candidate, 0 if it is taken in any case. In deterministic runs, the prices of
-        `deterministic` for the candidates that this GPU can run. Raises TransientError if that cannot be determined
-        now."""
+        `deterministic` for the candidates that this GPU can run. Raises TransientError if the prices cannot be
+        determined now.
+        """
         lowering = _Lowering(table, self._input_shapes, self._store, self._persistent, self._tools)
         open_places, sure_places = undecided(table)
         listed = list(table)
@@ -73,7 +74,9 @@ class Prices:
 
     def _ranks(self, table: Candidates, lowering: _Lowering, open_ones: Sequence[Candidate],
                sure: Sequence[Candidate]) -> dict[Candidate, float]:
-        """Only what would be taken is lowered, until this GPU can run all of it. So no kernel is compiled in vain."""
+        """The prices of `deterministic`. Only candidates that would be taken are lowered, repeatedly until this GPU can
+        run all of them, so no kernel is compiled in vain.
+        """
         ranks = dict(zip(table, deterministic(table), strict=True))
         found = dict.fromkeys(sure, 0.0) | {each: ranks[each] for each in open_ones}
         unknown = {each for each in open_ones if ranks[each] < math.inf}
@@ -84,8 +87,9 @@ class Prices:
 
 
 def _is_last_resort(each: Candidate) -> bool:
-    """Whether this is the INT8 convolution kernel for all shapes. It is far slower than the others, so it is not timed,
-    and taken only if this GPU can run no other."""
+    """Whether this is the INT8 convolution kernel for all shapes. This kernel is far slower than the other kernels, so
+    it is not timed, and taken only if this GPU can run no other kernel.
+    """
     return each.op == "QuantisedConvolution"
 
 
@@ -101,12 +105,12 @@ class _Lowering:
 
     def program(self, each: Candidate) -> Program:
         """The launches of a candidate. Raises GraphError if this GPU cannot run it."""
-        node = each.node.replace(name=f"{each.node.name} alone")  # no tensor of the table has this name
+        node = each.node.replace(name=f"{each.node.name} alone")  # the new name is not a tensor of the table
         shapes, dtypes, buffers = dict(self.tensors.shapes), dict(self.tensors.dtypes), dict[Ref, Buffer]()
         for role, ref in zip(OPERATORS[node.op].input_names(node), node.inputs, strict=True):
             shape = shapes[ref]
             if len(shape) > 1 and role_of(role) not in ONE_FORM:
-                shape = padded_shape(shape)  # the form in which most rules write it
+                shape = padded_shape(shape)  # most rules write the tensor in the padded form
             buffers[ref] = self._buffers.get(ref) or Buffer(f"{ref.node}:{ref.output}", shape, dtypes[ref])
         own = zip(node.refs(), each.writes, self.tensors.outputs(node), node_dtypes(node), strict=True)
         for ref, tensor, shape, dtype in own:

@@ -1,4 +1,4 @@
-"""Profile of a step or of inference: its own launches, with a timing event between them.
+"""Profile of a step or of inference: the launches of the compiled graph, with a timing event between each two.
 
 The events are nodes of the CUDA graph, so every kernel is timed at its place in the step, with realistic cache
 contents. The memory ceiling for the percentages is measured on the same GPU.
@@ -116,8 +116,9 @@ def format_table(rows: list[Row], ceiling: float) -> str:
 
 
 def format_summary(rows: list[Row], ceiling: float) -> str:
-    """Sums by operation. `least`: milliseconds that the launches would take if each moved its bytes at the copy's speed
-    or multiplied at the highest TFLOP/s of any launch of the step, whichever takes longer."""
+    """Sums by operation, as text. The column `least` is a lower bound in milliseconds: for each launch the longer of
+    two times, moving its bytes at the copy's speed, or multiplying at the highest TFLOP/s of any launch.
+    """
     peak = max(row.teraflops for row in rows) or 1.0
 
     def line(operation: str, group: list[Row]) -> str:

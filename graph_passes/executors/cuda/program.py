@@ -13,7 +13,8 @@ from graph_passes.passes.precision import ITEM_BYTES
 
 @dataclass(eq=False)
 class Buffer:
-    """A tensor on the GPU. `address` is set when memory is planned; persistent buffers have it from the start."""
+    """A tensor on the GPU. `address` is set when memory is planned; persistent buffers have an address from the start.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -27,16 +28,16 @@ class Buffer:
 
     @property
     def whole(self) -> Buffer:
-        """The buffer whose memory this is."""
+        """The buffer that owns the memory: the buffer itself, or the viewed buffer."""
         return self
 
     def bytes_of(self, rows: int) -> int:
-        """Bytes of this many elements along the first axis."""
+        """The bytes of the first `rows` elements along the first axis."""
         return self.num_bytes // self.shape[0] * rows
 
 
 class View(Buffer):
-    """A buffer's memory with another shape of as many elements."""
+    """A buffer's memory with another shape of equally many elements."""
 
     def __init__(self, of: Buffer, shape: tuple[int, ...]) -> None:
         assert math.prod(shape) == math.prod(of.shape), (of, shape)
@@ -59,14 +60,15 @@ class View(Buffer):
 class Launch:
     """One kernel or cuDNN plan. Launches run one after the other on one stream."""
 
-    node: str  # of the graph
+    node: str  # name of the graph's node
     operation: str  # 'fprop', 'batch_norm_apply', ...
     enqueue: Callable[[], None]
     reads: tuple[Buffer, ...]
     writes: tuple[Buffer, ...]
     flops: int = 0
     by_library: bool = False  # a cuDNN launch: costs the host up to 0.25 ms outside a CUDA graph
-    # (read, written): element i of `written` depends on element i of `read` only, so both may share memory.
+    # (read, written): element i of `written` depends on no other element of `read` than element i, so both may share
+    # memory.
     in_place: tuple[Buffer, Buffer] | None = None
 
     @property
@@ -77,8 +79,10 @@ class Launch:
 
 @dataclass
 class Program:
-    """Launches in order, and the bytes of the arena that they need. `scratch`: buffers that one launch at a time uses
-    besides its tensors. `loads`: functions that make its kernels ready, which may still be compiling."""
+    """Launches in order, and the number of bytes that they need in the arena. `scratch`: buffers that the launches use
+    in turn, besides their tensors. `loads`: functions that wait until the kernels, which may still be compiling, are
+    loaded.
+    """
 
     launches: list[Launch] = field(default_factory=list)
     scratch: tuple[Buffer, ...] = ()
@@ -94,7 +98,8 @@ class Program:
 
     def plan_memory(self) -> None:
         """Give every buffer that is not persistent its offset in the arena, as `address`; see `plan_arena`. Scratch
-        comes after the others."""
+        buffers come after all other buffers.
+        """
         steps = [
             Step(reads=[buffer for buffer in launch.reads if not buffer.persistent],
                  writes=[buffer for buffer in launch.writes if not buffer.persistent],

@@ -21,7 +21,7 @@ from graph_passes.passes import tensor_dtypes
 from graph_passes.passes.quantise import Kept, Scales
 from graph_passes.passes.quantise_squares import quantise_squares_params
 
-FLOATS = "float16"  # type of everything that is not in INT8: inputs, layers that stay in floats, scores
+FLOATS = "float16"  # type of all tensors that are not in INT8: inputs, layers that stay in floats, scores
 
 
 class Quantisation(NamedTuple):
@@ -33,12 +33,11 @@ class Quantisation(NamedTuple):
 
 
 class QuantisedNetwork(Network):
-    """Computes exactly the integers of `executors.reference.QuantisedExecutor`; layers that stay in floats use float16.
+    """Runs a network in INT8. The integers are exactly those of `executors.reference.QuantisedExecutor`; layers that
+    stay in floats use float16.
 
-    Args:
-        graph, shapes: of the network, as for `TrainingStep`.
-        scales, kept, params: the fields of `Quantisation`.
-        deterministic, device_id, cache_folder: as for `TrainingStep`.
+    Args: graph, shapes: the network and the shapes of its inputs, as for `TrainingStep`. scales, kept, params: the
+        fields of `Quantisation`. deterministic, device_id, cache_folder: as for `TrainingStep`.
 
     Raises GraphError for an operator without a lowering, a parameter of another shape, and the errors of `Gpu`.
     """

@@ -1,8 +1,8 @@
-"""Recurrent layers through cuDNN's recurrent API. cuDNN's graph API has no such operators, so the library is called
-directly.
+"""Recurrent layers through cuDNN's recurrent API. cuDNN's graph API has no recurrent operators, so the C library is
+called directly.
 
-A `RecurrentPlan` describes one problem and one algorithm to cuDNN. The cover chooses the algorithm; this module tries
-whether cuDNN can run it at all, also within a CUDA graph.
+A `RecurrentPlan` describes one problem and one algorithm to cuDNN. The cover chooses the algorithm; this module tests
+whether cuDNN can run the algorithm, also within a CUDA graph.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 _DTYPES = {"float32": 0, "float16": 2, "bfloat16": 9}
 _TWO_BIASES, _LINEAR_INPUT, _ADD, _INFERENCE, _TRAINING = 2, 0, 0, 0, 1
 _DEFAULT_MATH, _TENSOR_CORES, _NO_TENSOR_CORES = 0, 1, 3
-# For sequences of equal length, all of cuDNN's layouts except the batch-major one are the same. This one is 'packed',
-# without padding.
+# For sequences of equal length, all of cuDNN's layouts are equivalent except the batch-major layout. The layout here is
+# 'packed', without padding.
 _LAYOUT, _PADDED_IO = 1, 0
 
-_SOME_ADDRESS = 1 << 40  # parameters' address when only their offsets are requested; nothing is read there
+_SOME_ADDRESS = 1 << 40  # a dummy address of the parameters, for calls that only request offsets and read no memory
 
 _P, _I, _Z = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
@@ -58,7 +58,9 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class RecurrentProblem:
-    """A problem for cuDNN: `operators/rnn.py` in sizes. `num_parameters` is the number of parameters in our graph."""
+    """A problem for cuDNN: the sizes of an RNN of `operators/rnn.py`. `num_parameters` is the number of parameters in
+    our graph.
+    """
 
     mode: str
     num_layers: int
@@ -87,13 +89,15 @@ class RecurrentProblem:
 
 
 class RecurrentPlan:
-    """cuDNN's descriptors for one problem. They live as long as the process: they own the kernels that cuDNN compiles,
-    and CUDA graphs may refer to these."""
+    """cuDNN's descriptors for one problem. The descriptors live as long as the process, because they own the kernels
+    that cuDNN compiles, and CUDA graphs may refer to these kernels.
+    """
 
     def __init__(self, cudnn: _Cudnn, problem: RecurrentProblem, tf32: bool) -> None:
         self._cudnn, self.problem = cudnn, problem
         if problem.dtype == "float32" and not tf32 and problem.algorithm != "standard":
-            # Seen on an H200: their sigmoid and tanh differ from NumPy's by more than fp32's rounding.
+            # Observed on an H200: sigmoid and tanh of these algorithms differ from NumPy's by more than fp32's
+            # rounding.
             raise GraphError(f"cuDNN computes {problem} less exactly than float32: use the algorithm standard, or tf32")
         if problem.algorithm == "persist_static_small_h" and problem.num_layers * problem.directions > 1:
             raise GraphError(f"cuDNN computes wrong gradients of {problem}: use another algorithm")
@@ -123,7 +127,7 @@ class RecurrentPlan:
 
     def forward(self, x: int, parameters: int, h: int, c: int, y: int, last_h: int, last_c: int, reserve: int,
                 *, workspace: int) -> None:
-        """Enqueue the forward pass. Every argument is an address; 0 if there is no such tensor. Asynchronous."""
+        """Enqueue the forward pass. Every argument is an address; 0 for a tensor that does not exist. Asynchronous."""
         self._cudnn("cudnnRNNForward", self._cudnn.handle, self._rnn, self._use, None, self._x, x, self._y, y,
                     self._state, h, last_h, self._state, c, last_c, self.weight_bytes, parameters,
                     self.workspace_bytes, workspace, self.reserve_bytes, reserve)
@@ -162,7 +166,7 @@ class RecurrentPlan:
         return matrices + biases
 
     def _expected_places(self) -> list[int]:
-        """The offsets by `operators/rnn.py`."""
+        """The offsets that `operators/rnn.py` assumes."""
         problem = self.problem
         sizes = []
         for number in range(problem.state_shape[0]):
@@ -212,13 +216,13 @@ class RecurrentLibrary:
         except GraphError:
             raise
         except Exception as error:
-            self._gpu.synchronize()  # raises if the GPU cannot go on: that says nothing about the algorithm
+            self._gpu.synchronize()  # raises if the GPU cannot continue, which is not the algorithm's fault
             kind = TransientError if is_transient(error) else GraphError
             raise kind(f"cuDNN cannot run {problem} ({first_line(error)}): use another algorithm, or smaller sizes"
                        ) from None
 
     def _trial(self, plan: RecurrentPlan) -> list[Callable[[], None]]:
-        """Run its passes on zeros in the arena."""
+        """Functions that run the plan's passes on zeros in the arena."""
         problem, item_bytes = plan.problem, ITEM_BYTES[plan.problem.dtype]
         rows = problem.steps * problem.sequences * item_bytes
         layers, sequences, hidden = problem.state_shape
@@ -243,7 +247,7 @@ class _Cudnn:
     """libcudnn through its C API, on the GPU's stream. Calls raise RuntimeError with cuDNN's message."""
 
     def __init__(self, gpu: Gpu) -> None:
-        import_cudnn()  # this finds and loads the library
+        import_cudnn()  # import_cudnn() finds and loads the library
         self.gpu, self._library = gpu, ctypes.CDLL("libcudnn.so.9")
         self._library.cudnnGetErrorString.restype = ctypes.c_char_p
         for name, arguments in _SIGNATURES.items():

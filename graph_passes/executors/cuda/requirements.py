@@ -19,7 +19,7 @@ def check_requirements(device_id: int) -> None:
 
 
 def _too_old(device_id: int) -> str:
-    """Why setup installed no GPU packages on this machine, or ""."""
+    """The reason why setup installed no GPU packages on this machine; "" if it installed them."""
     gpus, version = find_gpus(), driver_cuda_version()
     if device_id >= len(gpus):
         return ""

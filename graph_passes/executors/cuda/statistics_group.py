@@ -12,8 +12,8 @@ Statistics are computed over the images of all members in a step. With n members
 (Ioffe and Szegedy, arXiv:1502.03167, with the group's images as the mini-batch). dy is a member's gradient of its own
 mean loss, which is n times the gradient of the group's mean loss. So in the backward pass each sum is replaced by its
 mean over the group. `kernels/batch_norm_group.cu` does this in place; the kernels that read the sums do not change. The
-sums are also the gradients of gamma and beta. For these the replacement is harmless: the optimizer uses their mean over
-all processes, and all groups have the same size.
+sums are also the gradients of gamma and beta. For these gradients the replacement is harmless, because the optimizer
+uses their mean over all processes, and all groups have equal sizes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from graph_passes.executors.cuda.device import Gpu
 
 _CUDA = Declarations("batch_norm_group.cu")
 MAX_MEMBERS, THREADS, MAX_ARRAYS, MAX_VALUES = _CUDA.values("MAX_MEMBERS", "THREADS", "MAX_ARRAYS", "MAX_VALUES")
-SHARED_UNIT = 2 << 20  # bytes; shared memory should not be in one allocation with anything else
-# How long a member waits for another one before the run ends: longer than a checkpoint or a late batch takes.
+SHARED_UNIT = 2 << 20  # bytes; shared memory should have an allocation of its own
+# Time that a member waits for another member before the run ends. This is longer than a checkpoint or a late batch
+# takes.
 LIMIT_SECONDS = 60.0
 NEEDED, WAY_OUT = "which common BatchNorm statistics need", "leave out --bn-group"  # parts of messages
 
@@ -43,14 +44,15 @@ class Mailboxes(ctypes.Structure):
 
 
 class Invitation(NamedTuple):
-    """The data with which other processes' GPUs can write into this process's mailbox."""
+    """The data that other processes need so that their GPUs can write into this process's mailbox."""
 
-    bus_id: str  # PCI bus id of its GPU
+    bus_id: str  # PCI bus id of this process's GPU
     handle: bytes  # handle of CUDA's interprocess communication
 
 
 class StatisticsGroup:
-    """This process's part of the group. It lives as long as the process, because others may have its memory open.
+    """This process's part of the group. The object lives as long as the process, because other processes may have
+    opened its memory.
 
     Raises GraphError if the GPU's memory cannot be shared between processes.
     """
@@ -61,9 +63,9 @@ class StatisticsGroup:
         num_bytes = -(-(8 * words + 4 * MAX_VALUES // THREADS) // SHARED_UNIT) * SHARED_UNIT
         self.mailbox = self._gpu.allocate(num_bytes)
         self._gpu.fill(self.mailbox, 0, num_bytes)
-        self._gpu.synchronize()  # before another member writes to it
+        self._gpu.synchronize()  # the mailbox must be ready before another member writes to it
         self._numbers = self.mailbox + 8 * words
-        self._fault = self._gpu.pinned(4)  # written by the GPU, which also polls it
+        self._fault = self._gpu.pinned(4)  # the GPU writes and polls this word
         self._fault[:] = 0
         self._limit_seconds = limit_seconds
         self._mailboxes, self._own, self.size = Mailboxes(), 0, 1
@@ -80,7 +82,7 @@ class StatisticsGroup:
     def join(self, invitations: Sequence[Invitation], own: int) -> None:
         """Open the other members' mailboxes. `own`: index of this process among the members.
 
-        Raises GraphError if this GPU cannot write to another one's memory.
+        Raises GraphError if this GPU cannot write to the memory of another member's GPU.
         """
         self.connect([self.mailbox if member == own else self._open(invitation)
                       for member, invitation in enumerate(invitations)], own)
@@ -109,7 +111,7 @@ class StatisticsGroup:
                 self._fault.ctypes.data, ctypes.c_uint64(round(self._limit_seconds * 1e9)), ctypes.c_int(num_values))
 
     def give_up(self) -> None:
-        """End all waiting from now on, after another process was lost."""
+        """Let all waits end at once from now on; called after another process was lost."""
         self._fault.view(np.uint32)[0] = 1
 
     def check(self) -> None:

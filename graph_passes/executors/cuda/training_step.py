@@ -46,11 +46,11 @@ OnBucket = Callable[[Bucket], None]
 class TrainingStep(Network):
     """Forward, loss, backward and update of one network on one GPU, each a CUDA graph.
 
-    `shapes`: of the inputs `data` (NHWC) and `softmax_label`. `allocate` returns memory by name, or None for plain
-    device memory. `buckets` are in the order in which they are handed over.
+    `shapes`: the shapes of the inputs `data` (NHWC) and `softmax_label`. `allocate` returns memory by name, or None for
+    plain device memory. `buckets` are in the order in which they are handed over.
 
-    Images of other sizes are allowed. The step is compiled for a new size when it is first used, and replaces the one
-    for the previous size; training and inference are separate. All of them share one arena.
+    Images of other sizes are allowed. At the first use of a size the step is compiled for it, and replaces the step for
+    the previous size. Training and inference do this separately. All compiled graphs share one arena.
 
     Raises GraphError for an operator without a lowering, a network that is not NHWC, a shape that cuDNN refuses, too
     little memory, and the errors of `Gpu`.
@@ -63,7 +63,8 @@ class TrainingStep(Network):
         self._allocate = allocate or (lambda name, num_bytes: None)
         inferred = graph.infer_shapes(shapes)
         frozen = roles.frozen(graph)
-        # Folded parameters of the frozen layers; from the fused graph, because the passes fold that graph.
+        # Folded parameters of the frozen layers. They are made from the fused graph, because the passes fold the fused
+        # graph.
         self._frozen = Folded(pipeline.run(pipeline.FUSED, graph), shapes, options.dtype, self._tools,
                               frozen_only=True) if frozen else None
         self._frozen_is_current = False
@@ -76,11 +77,11 @@ class TrainingStep(Network):
         self._most_images = most_images(unfused, largest)
         self._place_parameters()
         answer = options.answer or graph.outputs[0]
-        self._inferring = Graph(graph, [answer], graph.attrs)  # what inference runs, before all passes
+        self._inferring = Graph(graph, [answer], graph.attrs)  # the graph of inference, before all passes
         self._inferring_shapes = {name: shape for name, shape in shapes.items() if name in self._inferring.nodes}
         self._make_persistent(shapes["data"], inferred[answer])
         self._slots: tuple[str, ...] = ()  # names of the optimizer's states in the store
-        self._update: Any = None  # a CUDA graph
+        self._update: Any = None  # CUDA graph of the update
         self._rate_factors = roles.rate_factors(graph)
         self._initial_loss_scale = _initial_loss_scale(graph, inferred[graph.outputs[0]][1])
         self.set_optimizer(options.optimizer)
@@ -89,7 +90,7 @@ class TrainingStep(Network):
         if largest != self._shapes:
             self._arena.reserve(arena_bytes)
         self._training = self._compile()
-        self._own_share, self._seed = 1.0, 0  # what the GPU's memory holds for the next pass
+        self._own_share, self._seed = 1.0, 0  # the values in the GPU's memory for the next pass
         self._gradient_backup: dict[str, int] = {}
         self._folded: Folded | None = None  # parameters of inference
         self._inference_is_current = False
@@ -101,7 +102,7 @@ class TrainingStep(Network):
             self._place(name, array)
 
     def _place(self, name: str, array: FlatArray) -> None:
-        self.gpu.check_free(array.num_bytes)  # MXNet's own message would be a stack trace
+        self.gpu.check_free(array.num_bytes)  # checked here, because MXNet would fail with a stack trace
         address = self._allocate(name, array.num_bytes)
         array.place(self.gpu.allocate(array.num_bytes) if address is None else address)
         self.gpu.fill(array.address, 0, array.num_bytes)
@@ -123,7 +124,9 @@ class TrainingStep(Network):
 
     @property
     def price(self) -> Price:
-        """The prices by which this step was chosen, for the same passes on the same network."""
+        """The prices by which the kernels of this step were chosen. They are valid for the same passes on the same
+        network.
+        """
         return self._training.price
 
     def profile(self) -> Profile:
@@ -131,7 +134,9 @@ class TrainingStep(Network):
         return profile(self._training, self.gpu, self.kernels)
 
     def _cut_buckets(self, num_buckets: int) -> tuple[list[list[Bucket]], list[list[str]]]:
-        """The buckets that each part of the backward pass completes, and the weights with whose gradients it ends."""
+        """For each part of the backward pass: the buckets that it completes, and the weights whose gradients come last
+        in it.
+        """
         store = self.store
         weights = list(store.weight_gradients.slices)
         gradients = store.wire_gradients if store.wire_gradients.size else store.weight_gradients
@@ -144,7 +149,7 @@ class TrainingStep(Network):
         return buckets, parts
 
     def _passes(self, shapes: Mapping[str, tuple[int, ...]]) -> Callable[[Price], Graph]:
-        """The passes from the network to the step, without the prices of candidates."""
+        """The passes from the network to the step, as a function of the prices of candidates."""
         return partial(pipeline.training_step, self._graph, shapes, self.dtype, grouped=self.options.group is not None)
 
     def _largest_shapes(self, image_size: int) -> dict[str, tuple[int, ...]]:
@@ -159,7 +164,8 @@ class TrainingStep(Network):
 
     def _compile(self) -> CompiledGraph:
         """Compile forward and backward for images of the loaded size: one CUDA graph for each part of the weights. The
-        first includes the forward pass."""
+        first CUDA graph includes the forward pass.
+        """
         shapes = self._loaded_shapes()
         compiled = CompiledGraph(self._passes(shapes), shapes, self.store, self.persistent, self._tools)
         ready, cuts = compiled.lowering.ready, [0]
@@ -192,7 +198,9 @@ class TrainingStep(Network):
     # --- parameters ---
 
     def set_params(self, params: Mapping[str, np.ndarray], aux: Mapping[str, np.ndarray]) -> None:
-        """Set from canonical arrays (fp32, OHWI). Raises GraphError for one that is missing or has another shape."""
+        """Set parameters and running statistics from canonical arrays (fp32, OHWI). Raises GraphError if an array is
+        missing or has another shape.
+        """
         for name, parameter in self.store.parameters.items():
             self._check(name, params.get(name), parameter.shape)
             self.gpu.upload(self.store.master.slices[name].address, parameter.to_device(params[name]))
@@ -204,7 +212,8 @@ class TrainingStep(Network):
 
     def parameters_changed(self) -> None:
         """Call this after writing parameters or running statistics through their addresses. Inference and frozen layers
-        hold folded copies, which are then computed again before their next use."""
+        use folded copies. After this call, the copies are computed again before their next use.
+        """
         self._inference_is_current = self._frozen_is_current = False
 
     @staticmethod
@@ -225,7 +234,7 @@ class TrainingStep(Network):
         self._inference_is_current = False
         store, kernel = self.store, self.kernels.get("elementwise.cu", "exchange")
         for own, ema in ((store.master, store.ema), (store.statistics, store.ema_statistics)):
-            vectors = ema.size // 4  # frozen parameters come after it
+            vectors = ema.size // 4  # `ema` covers the trained parameters; frozen parameters come after these
             kernel.launch(*threads(vectors), own.address, ema.address, count(vectors))
         self.optimizer.enqueue_copy()
 
@@ -260,8 +269,9 @@ class TrainingStep(Network):
     # --- running ---
 
     def mix(self, draws: Draws) -> None:
-        """Mix the loaded batch, and the labels of the next passes over it, as `draws` says. Without mixing, both stay
-        as they are. Asynchronous. Raises GraphError for a box that reaches outside the images."""
+        """Mix the loaded batch by `draws`, and set the label shares for the next passes over this batch. If `draws` has
+        no mixing, the batch is unchanged. Asynchronous. Raises GraphError for a box that reaches outside the images.
+        """
         data = self.persistent.data
         images, height, width, channels = data.shape
         own_share = draws.own_share(height, width)
@@ -288,10 +298,11 @@ class TrainingStep(Network):
             self._seed = seed
 
     def forward_backward(self, accumulate: bool = False, on_bucket: OnBucket | None = None, batch: int = 0) -> None:
-        """One pass over the loaded batch, or over the batch at the address that `take` returned. Leaves the gradients,
-        times the loss scale, in the store, added to the present ones if `accumulate`. Calls `on_bucket` with each
-        bucket once its kernels are enqueued. Asynchronous."""
-        self._inference_is_current = False  # the running statistics change
+        """One pass over the loaded batch, or over the batch at the address that `take` returned. Writes the gradients,
+        multiplied by the loss scale, to the store. With `accumulate`, adds them to the present gradients. Calls
+        `on_bucket` with each bucket once its kernels are enqueued. Asynchronous.
+        """
+        self._inference_is_current = False  # this pass changes the running statistics
         if self._frozen and not self._frozen_is_current:
             self._frozen.fold(self.store)
             self._frozen_is_current = True
@@ -350,7 +361,9 @@ class TrainingStep(Network):
         self.gpu.replay(self._update)
 
     def _ready_inference(self) -> Inference:
-        """Inference, made at its first use. If parameters have changed since, they are folded again."""
+        """The inference object, which is made at its first use. If parameters have changed since the last use, they are
+        folded again.
+        """
         if self._folded is None:
             self._folded = Folded(self._inferring, self._inferring_shapes, self.dtype, self._tools)
         if self._inference is None:
@@ -371,8 +384,8 @@ class TrainingStep(Network):
         return largest_batch(self._shapes["data"][0], growing, free + growing, self._most_images)
 
 def _initial_loss_scale(graph: Graph, classes: int) -> float:
-    """The initial loss scale for float16. If the loss is a mean over the classes, its gradients are smaller by their
-    number, and doubling only happens once in thousands of steps.
+    """The initial loss scale for float16. If the loss is a mean over the classes, the scale is multiplied by the number
+    of classes, because gradients are smaller by this factor, and doubling would take thousands of steps each time.
     """
     if graph[graph.outputs[0].node].op != "SigmoidOutput":
         return INITIAL_LOSS_SCALE

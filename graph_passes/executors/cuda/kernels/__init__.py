@@ -1,10 +1,10 @@
 """One file for each kernel: NAME.cu (or a header, NAME.cuh) has the CUDA code, NAME.py the Python code for it.
 
-A file may define three things. They are collected here, so no list of kernels is needed:
+A file may define three names. They are collected here, so no list of kernels is needed:
 
-    OPERATORS   the operator that it computes (`operators/base.py`), named after the kernel: norm_dgrad -> NormDgrad
-    RULES       where it can replace other operators: (operator at which the search begins, rule)
-    LAUNCHES    operator -> function of a `Builder` and a node that emits the launches
+    OPERATORS the operator that it computes (`operators/base.py`), named after the kernel: norm_dgrad -> NormDgrad RULES
+    rules by which it replaces other operators: (operator at which the search begins, rule) LAUNCHES operator ->
+    function of a `Builder` and a node that emits the launches
 
 Kernels of a network's own operators, and cuDNN plans, have only LAUNCHES: their operators are in `operators/`.
 """

@@ -1,33 +1,33 @@
 // Shared by the BatchNorm kernels: work distribution, sums over rows, and the arithmetic per channel.
 //
-// A tensor is (rows, C) with rows = N*H*W and `channels` = C a multiple of 8, NHWC, seen as vectors of 8 channels. A block
-// works on a tile of 64 channels. Blocks with the same blockIdx.x share a tile and split its rows.
-// Formulas: Ioffe and Szegedy, arXiv:1502.03167. The running variance is updated from the biased one, as in MXNet's
+// A tensor is (rows, C) with rows = N*H*W and `channels` = C a multiple of 8, NHWC, seen as vectors of 8 channels. A
+// block works on a tile of 64 channels. Blocks with the same blockIdx.x share a tile and split its rows. Formulas:
+// Ioffe and Szegedy, arXiv:1502.03167. The running variance is updated with the biased variance, as in MXNet's
 // BatchNorm.
 #pragma once
 #include "common.cuh"
 
 constexpr int TILE = 8;                      // threads along the channels: 64 channels, one 128-byte line of a 16-bit type
-// Rows that a reducing block reads at once (blockDim.y). One block of 768 threads per SM leaves 85 registers a thread. Two
-// blocks of 512 threads leave 64, which spill, and were 10 to 20 % slower on an H200.
+// Rows that a reducing block reads at once (blockDim.y). With one block of 768 threads per SM, a thread has 85
+// registers. With two blocks of 512 threads, a thread has 64 registers and spills; this was 10 to 20 % slower on an
+// H200.
 constexpr int REDUCE_ROWS = 96;
 constexpr int REDUCE_THREADS = TILE * REDUCE_ROWS;
 constexpr int APPLY_ROWS = 32;               // rows that a block of the elementwise kernels reads at once
 constexpr int APPLY_THREADS = TILE * APPLY_ROWS;
-// Rows in flight per thread where a kernel moves one or two tensors. Where it moves three or more, one row at a time is 4 to
-// 12 % faster on an H200.
+// Rows in flight per thread in kernels that move one or two tensors. In kernels that move three or more tensors, one
+// row at a time is 4 to 12 % faster on an H200.
 constexpr int LOADS = 4;
 
 // --- sums per channel over all rows ---
 
-// The epilogue of a kernel in which gridDim.y blocks share the rows and gridDim.x the columns, COLUMNS each. `of_part`, in
-// shared memory, has N sums of each column over each of PARTS parts of the block's rows. Each block adds up its parts and
-// writes its N sums to `partials`. The last block to arrive adds up the sums of all blocks and calls `finish(column, sums)`
-// for each column. The order of additions is fixed, so equal inputs give equal bits.
-// No later work hides these reads. So the first THREADS threads of the block share them, as vectors, with IN_FLIGHT in flight
-// each; `sync` is their barrier.
-// Shapes: of_part (max(PARTS, SPLITS), N, COLUMNS), partials (gridDim.y, N, columns) fp32; tickets (gridDim.x), 0 before the
-// launch and after it.
+// The epilogue of a kernel in which gridDim.y blocks share the rows and gridDim.x the columns, COLUMNS each. `of_part`,
+// in shared memory, has N sums of each column over each of PARTS parts of the block's rows. Each block adds up its
+// parts and writes its N sums to `partials`. The last block to arrive adds up the sums of all blocks and calls
+// `finish(column, sums)` for each column. The order of additions is fixed, so equal inputs give equal bits. No later
+// work hides the reads of the last block. So the first THREADS threads of the block share these reads, as vectors, and
+// each thread has IN_FLIGHT reads in flight; `sync` is the barrier of these threads. Shapes: of_part (max(PARTS,
+// SPLITS), N, COLUMNS), partials (gridDim.y, N, columns) fp32; tickets (gridDim.x), 0 before the launch and after it.
 template <int THREADS, int PARTS, int N, int COLUMNS, int IN_FLIGHT = 9, class Finish, class Sync = BlockBarrier>
 __device__ inline void reduce_parts(float *of_part, float *partials, uint32 *tickets, int columns, Finish finish,
                                     Sync sync = {}) {
@@ -90,7 +90,7 @@ __device__ inline void reduce_parts(float *of_part, float *partials, uint32 *tic
     }
 }
 
-// `reduce_parts` from registers: each thread of a TILE x REDUCE_ROWS block has N sums of 8 channels.
+// Like `reduce_parts`, but from registers: each thread of a TILE x REDUCE_ROWS block has N sums of 8 channels.
 template <int N, class Finish>
 __device__ void reduce_over_rows(float (&sums)[N][VEC], float *partials, uint32 *tickets, int channels, Finish finish) {
     constexpr int CHANNELS = TILE * VEC, WARPS = REDUCE_THREADS / WARP, SPLITS = REDUCE_THREADS / (N * CHANNELS / 4);
@@ -120,7 +120,7 @@ __device__ inline float drop_factor(uint32 row, const float *factors, uint32 fir
 
 // --- a second gradient of the same tensor ---
 
-// The second gradient that is added: none, one of all pixels, or one of the pixels of a `Grid`.
+// The second gradient that is added: none, a gradient of all pixels, or a compact gradient of the pixels of a `Grid`.
 enum SecondGradient { NONE, WHOLE, COMPACT };
 
 // Divides numbers below 2^31 by multiplication: Granlund and Montgomery, "Division by invariant integers using
@@ -133,8 +133,8 @@ struct FastDivisor {
 
 constexpr uint32 NOWHERE = 0xffffffff;
 
-// The pixels of `height` x `width` images whose row and column are multiples of `down` and `right`. A gradient that is 0 at
-// all other pixels is stored with only these: `out_height` x `out_width` per image.
+// The pixels of `height` x `width` images whose row and column are multiples of `down` and `right`. A compact gradient,
+// which is 0 at all other pixels, stores only these pixels: `out_height` x `out_width` per image.
 struct Grid {
     FastDivisor height, width, down, right;
     uint32 out_height, out_width;
@@ -149,7 +149,7 @@ struct Grid {
     }
 };
 
-// A thread's 8 channels of one row of the second gradient. `at` is their index in a gradient of all rows.
+// A thread's 8 channels of one row of the second gradient. `at` is the index of this vector in a gradient of all rows.
 template <SecondGradient SECOND, class T>
 __device__ inline Packed<T> second_of(const Packed<T> *second, uint32 at, uint32 row, uint32 pitch, int channel,
                                       const Grid &grid) {
@@ -163,9 +163,9 @@ __device__ inline Packed<T> second_of(const Packed<T> *second, uint32 at, uint32
 // `sums`: the sums of a batch over its rows, from which mean and variance follow.
 //   2 rows, left by cuDNN's genstats:                 sum of x, sum of x^2
 //   3 rows (`about_mean`), left by our own kernels:   sum of x - mean, which is 0; sum of (x - mean)^2; mean
-// Computed as a difference of means of squares, the variance loses (mean / deviation)^2 of fp32's digits. Computed about the
-// mean, or about a value near it, it loses none (Chan, Golub and LeVeque, 'Algorithms for computing the sample variance', The
-// American Statistician 37, 1983).
+// As the mean of squares minus the square of the mean, the variance loses precision by a factor of (mean / deviation)^2
+// in fp32. Computed about the mean, or about a value near the mean, it loses none (Chan, Golub and LeVeque, 'Algorithms
+// for computing the sample variance', The American Statistician 37, 1983).
 
 // Scale and shift of a thread's 8 channels in the forward pass, from this batch's sums: y = x * scale + shift. One thread per
 // channel also writes mean and 1 / sqrt(var + eps) to `saved` (2, C), and updates the running statistics: running = momentum
@@ -182,7 +182,8 @@ struct Forward {
         load_floats(gamma + channel, g);
         load_floats(beta + channel, b);
         const bool keeper = blockIdx.y == 0 && threadIdx.y == 0;
-        // Dividing each sum would take 13 instructions and delay the loads that follow.
+        // Multiply by the reciprocal: a division of each sum would take 13 instructions and delay the loads that
+        // follow.
         const float share = 1.f / rows, share_of_mean = about_mean ? 1 : share, about_zero = about_mean ? 0 : 1;
 #pragma unroll
         for (int k = 0; k < VEC; ++k) {
@@ -191,7 +192,7 @@ struct Forward {
             // must give equal bits.
             var[k] = fmaxf(fmaf(-about_zero * mean[k], mean[k], var[k] * share), 0.f);
         }
-        // Loads and stores whole vectors. Float by float, each load would wait for the store before it.
+        // Load and store whole vectors: float by float, each load would wait for the previous store.
         if (keeper && running_mean) {
             float to_mean[VEC], to_var[VEC];
             load_floats(running_mean + channel, to_mean);
@@ -226,15 +227,15 @@ struct FusedNorm {
     float *saved, *running_mean, *running_var;
     float eps, momentum;
 
-    // With `keeps`, this block writes `saved` and the running statistics, if it is the first block along the rows.
+    // With `keeps`, the first block along the rows writes `saved` and the running statistics.
     __device__ Forward forward(uint32 rows, int channel, int channels, bool keeps = true) const {
         return Forward(sums, about_mean, gamma, beta, keeps ? saved : nullptr, keeps ? running_mean : nullptr, running_var, eps,
                        momentum, rows, channel, channels);
     }
 };
 
-// `Forward` of a block's channels, in shared memory. The first row of threads computes it while the loads of all threads are
-// in flight. Computed by every row of threads, one after another, it takes a microsecond of an SM with four blocks.
+// `Forward` of a block's channels, in shared memory. The first row of threads computes it while the loads of all
+// threads are in flight. If every row of threads computed it, an SM with four blocks would need a microsecond.
 struct SharedForward {
     float scale[TILE * VEC], shift[TILE * VEC];
 
@@ -248,8 +249,8 @@ struct SharedForward {
     }
 };
 
-// Scale and shift in the backward pass, from the saved statistics: x * scale + shift has the same bits as in the forward
-// pass. Without betas, shift is not defined.
+// Scale and shift in the backward pass, from the saved statistics: x * scale + shift has the same bits as in the
+// forward pass. Without betas, shift is undefined.
 struct Backward {
     float mean[VEC], invstd[VEC], gamma[VEC], scale[VEC], shift[VEC];
 
@@ -267,7 +268,8 @@ struct Backward {
     }
 };
 
-// What `reduce_parts` calls at the end of a BatchNorm's backward sums: of dz, and of dz * (x - mean).
+// `finish` of `reduce_parts` for a BatchNorm's backward sums: writes the sums of dz and of dz * (x - mean) as
+// gradients.
 struct ParameterGradients {
     const float *saved;
     float *dgamma, *dbeta;
@@ -288,13 +290,15 @@ struct InputGradient {
         float dg[VEC], db[VEC];
         load_floats(dgamma + channel, dg);
         load_floats(dbeta + channel, db);
-        // Multiplying by 1 / rows instead makes stem_weights spill twice as much in its loop: 0.319 ms, up from 0.263.
+        // A division is used here: multiplying by 1 / rows makes stem_weights spill twice as much in its loop (0.319
+        // ms, up from 0.263).
 #pragma unroll
         for (int k = 0; k < VEC; ++k) {
             b[k] = -of.scale[k] * of.invstd[k] * dg[k] / rows;
             c[k] = -of.scale[k] * db[k] / rows - b[k] * of.mean[k];
         }
     }
-    // dx of one value. The sum in brackets is evaluated first: far from zero its two terms are large and nearly cancel.
+    // dx of one value. The sum in brackets must be evaluated first: for a mean far from zero its two terms are large
+    // and nearly cancel.
     __device__ float of(int k, float scale, float dz, float x) const { return scale * dz + (b[k] * x + c[k]); }
 };

@@ -4,8 +4,8 @@ its data fused with the addition of another gradient of that data.
     before    dy, x, ..., dgamma, dbeta -> BatchNormReluBackwardApply -> dx;  dx, other -> elemwise_add `s`
     after     dy, x, ..., dgamma, dbeta, other -> BatchNormReluBackwardApplyAdd `s`
 
-dx is neither written nor read. This occurs at the blocks of ResNet v2, where a sum is read by a BatchNorm and by the
-shortcut around it.
+dx is neither written nor read. This pattern occurs in the blocks of ResNet v2: a sum is read by a BatchNorm and by the
+shortcut around this BatchNorm.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def require_gamma(node: Node) -> None:
 
 
 def about_mean(sums: Buffer) -> ctypes.c_bool:
-    """Whether the sums are about the mean, which is then their third row."""
+    """Whether the sums are about the mean. The mean is then the third row of `sums`."""
     return ctypes.c_bool(sums.shape[0] == 3)
 
 
 def before(builder: Builder, node: Node) -> tuple[Any, ...]:
-    """The arguments `Before` (kernels/batch_norm.cuh) for a node that includes a BatchNorm."""
+    """The kernel arguments of a BatchNorm that a node includes."""
     sums = builder.input(node, "sums")
     return (In(sums), about_mean(sums), *(In(builder.input(node, role)) for role in ("gamma", "beta")),
             Out(builder.output(node, "saved")), *(InOut(builder.input(node, role)) for role in RUNNING),
@@ -69,7 +69,7 @@ class FastDivisor(ctypes.Structure):
 
 
 class Grid(ctypes.Structure):
-    """The pixels of images that a compact gradient has."""
+    """`Grid` of batch_norm.cuh: the pixels of images for which a compact gradient has values."""
 
     _fields_ = _CUDA.fields("Grid", FastDivisor=FastDivisor)
 
@@ -82,7 +82,7 @@ class Grid(ctypes.Structure):
 
 
 class Second(NamedTuple):
-    """The second gradient. `kind`: of batch_norm.cuh's `Second`."""
+    """The second gradient. `kind`: a value of `SecondGradient` in batch_norm.cuh."""
 
     kind: str
     grad: Buffer | None
@@ -90,7 +90,7 @@ class Second(NamedTuple):
 
     @property
     def whole(self) -> Buffer | None:
-        """The second gradient, if it has all pixels: the sum may then overwrite it."""
+        """The second gradient if it has all pixels, otherwise None. The sum may overwrite this buffer."""
         return self.grad if self.kind == "WHOLE" else None
 
     @property
@@ -99,7 +99,7 @@ class Second(NamedTuple):
 
     @classmethod
     def of(cls, builder: Builder, node: Node) -> Second:
-        """The second gradient of a node, from its `out_grad_2` if it has one."""
+        """The second gradient of a node: its input `out_grad_2`, if the node has this input."""
         grad, stride = builder.optional_input(node, "out_grad_2", "single_grad"), node["grad_stride"]
         if grad is None or not stride:
             return cls("WHOLE" if grad else "NONE", grad, Grid())
@@ -107,7 +107,7 @@ class Second(NamedTuple):
 
 
 def relu_reductions(table: Candidates, gradient: Ref) -> Iterator[Candidate]:
-    """The first half of the backward pass of a BatchNorm + ReLU that reads this gradient alone."""
+    """The first half of the backward pass of a BatchNorm + ReLU that is the only reader of this gradient."""
     for reduction in table.readers(gradient, "BatchNormReluBackwardReduce"):
         if reduction["single_grad"]:
             yield reduction
@@ -128,8 +128,9 @@ def from_masked(table: Candidates, reduction: Candidate) -> Iterator[Node]:
 
 
 def convolutions_after(table: Candidates, norm: Candidate, fits: Callable[[Node], bool]) -> Iterator[Candidate]:
-    """The convolutions that read the output of a BatchNorm's half and whose output statistics are wanted. None if
-    stochastic depth is between them."""
+    """Yield the convolutions that read the output of a BatchNorm's half, and whose output statistics are needed. Yields
+    none if stochastic depth is between BatchNorm and convolution.
+    """
     if norm.node.get("no_factors", True):
         for convolution in table.readers(norm.output("output"), "Convolution"):
             if (convolution["no_bias"] and fits(convolution.node)
@@ -138,7 +139,7 @@ def convolutions_after(table: Candidates, norm: Candidate, fits: Callable[[Node]
 
 
 def with_conv(op: str, norm: Candidate, convolution: Candidate) -> Node:
-    """Both as one node."""
+    """The fusion of a BatchNorm's half and a convolution, as one node."""
     return Node(op, norm.node.name, (*norm.node.inputs, convolution.input("weight")),
                 {**convolution.node.attrs, **norm.node.attrs})
 
@@ -201,7 +202,7 @@ def _apply(builder: Builder, node: Node, sums: Buffer) -> None:
                    *factors_of(builder, node, rows))
 
 
-# How batch_norm.cu learns where ReLU let the gradient through.
+# Operator -> the source of ReLU's mask, as named in batch_norm.cu.
 _RELU = {"BatchNorm": "NO_RELU", "BatchNormRelu": "RECOMPUTED", "BatchNormAddRelu": "BITS"}
 
 

@@ -1,16 +1,16 @@
-// Synchronised BatchNorm: the GPUs of a group exchange their statistics directly, since the host takes no part within a
-// step.
+// Synchronised BatchNorm: the GPUs of a group exchange their statistics directly, without the host.
 //
 // Every member has a mailbox that all members can write. A word of it is a float and the number of its exchange, stored
-// together as 64 bits. A reader that finds the expected number therefore has the float, too, without flags or fences. (NCCL's
-// LL protocol does the same.) A mailbox has two halves, for even and odd exchanges. A member writes words of exchange n + 2
-// only once it has all words of n + 1; the others sent those after they had read all words of n.
+// together as 64 bits. A reader that finds the expected number therefore has the float, too, without flags or fences.
+// (NCCL's LL protocol does the same.) A mailbox has two halves, for even and odd exchanges. A member writes words of
+// exchange n + 2 only after it has received all words of exchange n + 1. The other members send words of exchange n + 1
+// only after they have read all words of exchange n, so no unread word is overwritten.
 #include "common.cuh"
 
 constexpr int THREADS = 256;
 constexpr int MAX_ARRAYS = 4, MAX_VALUES = 8192;  // words of one exchange
 constexpr int MAX_MEMBERS = 16;
-constexpr int SPINS = 256;  // polls of a word before the clock is read again
+constexpr int SPINS = 256;  // number of polls of a word between two readings of the clock
 
 struct Mailboxes { uint64 *of[MAX_MEMBERS]; };
 
@@ -53,14 +53,15 @@ __device__ inline float receive(const uint64 *word, uint32 number, uint32 *fault
 __device__ inline void send_all(const Mailboxes &mailboxes, int own, int size, uint32 number, int array, int value, float v) {
 #pragma unroll 1
     for (int i = 1; i < size; ++i) {
-        uint64 *const mailbox = mailboxes.of[(own + i) % size];  // start with a different member each, to spread the writes
+        // each member starts with a different receiver, to spread the writes
+        uint64 *const mailbox = mailboxes.of[(own + i) % size];
         send(word_of(mailbox, number, size, own, array, value), number, v);
     }
 }
 
-// The sums about the mean over all rows of the group. Each member sends its own mean and variance; all get the same bits.
-// `rows` is the number of rows of one member. The other parameters are those of group_mean.
-// Shapes: sums (2 or 3, C), result (3, C) fp32; numbers (gridDim.x); fault (1).
+// Computes the sums about the mean over all rows of the group. Each member sends its own mean and variance. All members
+// compute bit-identical results. `rows` is the number of rows of one member. The other parameters are those of
+// group_mean. Shapes: sums (2 or 3, C), result (3, C) fp32; numbers (gridDim.x); fault (1).
 __global__ void __launch_bounds__(THREADS)
 group_statistics(const float *sums, bool about_mean, float *result, uint32 rows, Mailboxes mailboxes, int own, int size,
                  uint32 *numbers, uint32 *fault, uint64 limit, int channels) {
@@ -93,9 +94,9 @@ group_statistics(const float *sums, bool about_mean, float *result, uint32 rows,
     if (threadIdx.x == 0) numbers[blockIdx.x] = number;
 }
 
-// Replaces the first `values` floats of up to four arrays (the others are null) by their means over the group. They are added
-// in the order of the members, so all get the same bits. `own` is this GPU's index among the `size` members. `numbers` has
-// the latest exchange of each block; blocks exchange independently.
+// Replaces the first `values` floats of up to four arrays (the others are null) by their means over the group. The
+// values are added in the order of the members, so all members compute bit-identical results. `own` is this GPU's index
+// among the `size` members. `numbers` has the number of each block's latest exchange; blocks exchange independently.
 // Shapes: a, b, c, d (values) fp32; numbers (gridDim.x); fault (1).
 __global__ void __launch_bounds__(THREADS)
 group_mean(float *a, float *b, float *c, float *d, Mailboxes mailboxes, int own, int size, uint32 *numbers,

@@ -1,4 +1,5 @@
-"""The BatchNorm of a projection shortcut fused with the BatchNorm + add + ReLU that adds it: both halves.
+"""Fuses the BatchNorm of a projection shortcut with the BatchNorm + add + ReLU that adds the shortcut, forward and
+backward, both halves.
 
     before    x_2 -> BatchNormApply -> shortcut;  x, shortcut -> BatchNormAddReluApply `bn` -> y, saved, ..., mask
     after     x, x_2 -> BatchNormPairApply `bn` -> y, saved, ..., mask, saved_2, ...
@@ -9,8 +10,8 @@
               dz, x, x_2, ... -> BatchNormPairBackwardApply -> dx, dx_2
 
 Neither BatchNorm's output is written, and dz is read once for both. If `bn` has stochastic depth, all three nodes read
-its factors. Each of the three can be taken without the others. Names that end in `_2` belong to the shortcut's
-BatchNorm.
+the factors of `bn`. Each of the three nodes can be used without the other two. Names that end in `_2` belong to the
+shortcut's BatchNorm.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from graph_passes.operators.batch_norm import ATTRIBUTES, RUNNING
 from graph_passes.operators.body import Body
 from graph_passes.operators.dropout import FACTORS, dropping
 
-_SAME = ("eps", "momentum", "fix_gamma", "axis")  # attributes in which both must agree
+_SAME = ("eps", "momentum", "fix_gamma", "axis")  # attributes that must be equal in both BatchNorms
 
 
 def pair(table: Candidates, norm: Candidate) -> Iterator[Node]:
@@ -66,9 +67,10 @@ def pair_of_reductions(table: Candidates, other: Candidate) -> Iterator[Node]:
 
 
 def pair_of_gradients(table: Candidates, other: Candidate) -> Iterator[Node]:
-    """Yield the node that fuses `other`, the shortcut's BatchNormBackwardApply, with the one of the sum's BatchNorm.
+    """Yield the node that fuses `other`, the shortcut's BatchNormBackwardApply, with the BackwardApply of the sum's
+    BatchNorm.
 
-    The shortcut's node is the one that does not read the data of the sum's BatchNorm.
+    `other` must not read the data of the sum's BatchNorm: this distinguishes the shortcut's node.
     """
     gradient = other.input("masked_grad")
     for reduction in table.makers(gradient, "BatchNormAddReluBackwardReduce"):
@@ -82,8 +84,9 @@ def pair_of_gradients(table: Candidates, other: Candidate) -> Iterator[Node]:
 
 
 def always_paired(price: Callable[[Candidates], Sequence[float]]) -> Callable[[Candidates], Sequence[float]]:
-    """Prices that always take the sums of both BatchNorms together: GPUs that exchange sums must all exchange the same
-    ones, whatever they measure."""
+    """Prices with which the sums of both BatchNorms are always taken together. GPUs that exchange sums must all choose
+    the same kernels for the sums, although each GPU measures other times.
+    """
     def prices(table: Candidates) -> list[float]:
         pairs = [each.made for each in table if each.op == "BatchNormPairBackwardReduce"]
         return [math.inf if any(each.made & pair and not each.made >= pair for pair in pairs) else of_each
@@ -122,7 +125,7 @@ def _backward_apply_body(b: Body) -> list[Any]:
 
 
 def _inputs(builder: Builder, node: Node, *roles: str) -> list[Buffer]:
-    """For each role, the input of the sum's BatchNorm and then the shortcut's."""
+    """For each role: the input of the sum's BatchNorm, then the input of the shortcut's BatchNorm."""
     return list(chain.from_iterable((builder.input(node, role), builder.input(node, f"{role}_2")) for role in roles))
 
 
@@ -162,8 +165,9 @@ def backward_reduce(builder: Builder, node: Node) -> None:
 
 
 def backward_apply(builder: Builder, node: Node) -> None:
-    """Launch the gradients of both inputs, from the masked gradient and the sums. Without stochastic depth both have
-    the same dbeta."""
+    """Launch the gradients of both inputs, from the masked gradient and the sums. Without stochastic depth the dbeta of
+    both BatchNorms are equal.
+    """
     dz, x = builder.input(node, "masked_grad"), _inputs(builder, node, "data")
     dx, dx_2 = _outputs(builder, node, "data_grad")
     rows, channels = rows_and_channels(node, x[0])
@@ -176,7 +180,7 @@ def backward_apply(builder: Builder, node: Node) -> None:
 
 
 def both(*names: str) -> tuple[str, ...]:
-    """The names for the sum's BatchNorm, then for the shortcut's."""
+    """The names for the sum's BatchNorm, then the names for the shortcut's BatchNorm."""
     return (*names, *(f"{name}_2" for name in names))
 
 

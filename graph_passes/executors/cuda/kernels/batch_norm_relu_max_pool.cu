@@ -1,5 +1,5 @@
-// BatchNorm, ReLU and the 3x3 max pooling with stride 2 that consumes it (ResNet's stem), fused. The normalised tensor is the
-// largest of the network; neither it nor its gradient is ever written.
+// BatchNorm, ReLU and the 3x3 max pooling with stride 2 that consumes it (ResNet's stem), fused. The normalised tensor
+// is the largest tensor of the network. Neither this tensor nor its gradient is ever written.
 //
 // `winner` is the position of the maximum in its window (row * 3 + column). It is NOBODY if no value is above 0: ReLU then
 // lets no gradient through. `x_winner` is x at that position, so that the sums of the backward pass need not search for it.
@@ -73,13 +73,12 @@ template <class T> struct Largest {
     }
 };
 
-// y = max over the window of relu(x * scale + shift). NaN needs no special case: it has reached the statistics, so scale and
-// the whole channel are NaN.
-// A thread computes a strip, which is a column of STRIP pixels, from top to bottom. Rows shared by two windows are read once,
-// and the next two rows are in flight. Pixels outside the image are replaced by those at the edge, which changes no maximum.
-// Strips are walked from the end, as batch_norm_apply walks rows.
-// Shapes: x (N, H, W, C); y, x_winner (N, OH, OW, C); winner (N, OH, OW, C) bytes; sums (2 or 3, C), saved (2, C), gamma,
-// beta, running_mean, running_var (C) fp32. rows = N*H*W, strips = N * ceil(OH / STRIP) * OW.
+// y = max over the window of relu(x * scale + shift). NaN needs no special case: a NaN in x makes the statistics, the
+// scale and so the whole channel NaN. A thread computes a strip, which is a column of STRIP pixels, from top to bottom.
+// Rows shared by two windows are read once, and the next two rows are in flight. Pixels outside the image are replaced
+// by pixels at the edge, which changes no maximum. Strips are processed from the last to the first, like the rows in
+// batch_norm_apply. Shapes: x (N, H, W, C); y, x_winner (N, OH, OW, C); winner (N, OH, OW, C) bytes; sums (2 or 3, C),
+// saved (2, C), gamma, beta, running_mean, running_var (C) fp32. rows = N*H*W, strips = N * ceil(OH / STRIP) * OW.
 template <class T>
 __global__ void __launch_bounds__(APPLY_THREADS, 3)
 batch_norm_relu_max_pool(const Packed<T> *x, const float *sums, bool about_mean, const float *gamma, const float *beta,
@@ -142,7 +141,8 @@ batch_norm_relu_max_pool(const Packed<T> *x, const float *sums, bool about_mean,
             x_winner[to] = value.packed;
             float v[VEC];
             unpack(value.packed, v);
-            forward.load_own(scale, shift);  // reloaded each time: kept live, they would need too many registers
+            // scale and shift are reloaded for each row: kept in registers, they would need too many
+            forward.load_own(scale, shift);
             uint2 places = {0, 0};
 #pragma unroll
             for (int k = 0; k < VEC; ++k) {

@@ -1,5 +1,5 @@
-// The gradient at the input of BatchNorm + ReLU + 3x3 max pooling with stride 2. Shared by the kernel that writes it and by
-// those that consume it at once. See batch_norm_relu_max_pool.cu.
+// The gradient at the input of BatchNorm + ReLU + 3x3 max pooling with stride 2. Shared by the kernel that writes this
+// gradient and by the kernels that consume it immediately. See batch_norm_relu_max_pool.cu.
 #pragma once
 #include "batch_norm.cuh"
 
@@ -34,9 +34,10 @@ template <class T> struct PoolGradient {
         }
     }
 
-    // dx of the 2x2 input pixels that start at row 2 * square_row and column 2 * square_column. All four lie in the same four
-    // windows, so each window is read once for four pixels. Calls `store(row, column, inside, dx)` for each pixel, with row
-    // and column 0 or 1. A pixel has `pitch` vectors; this thread processes number `vector`.
+    // dx of the 2x2 input pixels that start at row 2 * square_row and column 2 * square_column. All four lie in the
+    // same four windows, so each window is read once for four pixels. Calls `store(row, column, inside, dx)` for each
+    // pixel, with row and column 0 or 1. A pixel has `pitch` vectors; this thread processes the vector with index
+    // `vector`.
     template <class Store>
     __device__ void square(const Packed<T> *x, const Packed<T> *dz, const uint2 *winner, int image, int square_row,
                            int square_column, Image size, int pitch, int vector, Store store) const {
@@ -88,7 +89,8 @@ template <class T> struct PoolGradient {
                     for (int s = 0; s < 2; ++s) {
                         v[r][s][e] = b[k + e] * to_float(x[r][s].element[k + e]) + c[k + e];
 #pragma unroll
-                        for (int i = 0; i <= r; ++i)  // of two overlapping windows, the second covers only the second pixel
+                        // if two windows overlap, the second window covers only the second pixel
+                        for (int i = 0; i <= r; ++i)
 #pragma unroll
                             for (int j = 0; j <= s; ++j)
                                 if (winner[i][j] == (r + PAD - STRIDE * i) * KERNEL + s + PAD - STRIDE * j)

@@ -1,9 +1,9 @@
 """BatchNorm + ReLU fused with the 3x3 max pooling with stride 2 of ResNet's stem, in training: both halves. The
 network's largest activation and its gradient are not written.
 
-`winner` is the place of the maximum in its window (row * 3 + column), or NOBODY where no value is above 0: ReLU then
-lets no gradient through. `data_at_winner` is the data there, so that the sums of the backward pass need not look for
-it.
+`winner` is the place of the maximum in its window (row * 3 + column), or NOBODY if no value is above 0: ReLU then lets
+no gradient through. `data_at_winner` is the data at that place, so that the sums of the backward pass need not search
+for it.
 """
 
 from __future__ import annotations
@@ -47,16 +47,15 @@ from graph_passes.operators.pooling import POOLING, max_pooling, max_pooling_bac
 from graph_passes.operators.windows import Places
 
 _CUDA = Declarations("batch_norm_relu_max_pool.cu")
-NOBODY = _CUDA.value("NOBODY")  # stands for no place of a window
-WINDOW = {"kernel": (3, 3), "stride": (2, 2), "pad": (1, 1)}  # of the pooling
+NOBODY = _CUDA.value("NOBODY")  # value of `winner` if no place of the window wins
+WINDOW = {"kernel": (3, 3), "stride": (2, 2), "pad": (1, 1)}  # attributes of the pooling
 STRIP = _CUDA.value("STRIP")  # output rows per thread
 
 
-# --- where it is used: wherever possible, so this is a pass and not a rule ---
 
 
 def batch_norm_relu_max_pool(graph: Graph) -> Graph:
-    """Fuse the halves of a BatchNorm + ReLU with the 3x3 max pooling with stride 2 that alone reads it, in NHWC.
+    """Fuse the halves of a BatchNorm + ReLU with the 3x3 max pooling with stride 2 that is its only reader, in NHWC.
 
         before    x, sums -> BatchNormReluApply `bn` -> MaxPoolingTrain -> y, winner
         after     x, sums -> BatchNormReluMaxPool `bn` -> y, saved, ..., winner, data_at_winner
@@ -65,7 +64,8 @@ def batch_norm_relu_max_pool(graph: Graph) -> Graph:
         after     dy, winner, data_at_winner -> BatchNormReluMaxPoolBackwardReduce -> dgamma, dbeta
                   dy, winner, x, dgamma, dbeta -> BatchNormReluMaxPoolBackwardApply -> dx
 
-    The output of BatchNorm + ReLU, the network's largest activation, is not written, nor is its gradient.
+    The output of BatchNorm + ReLU, the network's largest activation, is not written. Its gradient is not written
+    either.
     """
     nodes: list[Node] = []
     moved: dict[Ref, Ref] = {}
@@ -199,7 +199,8 @@ def backward_reduce(builder: Builder, node: Node) -> None:
     sum."""
     dy, dy2 = builder.input(node, "out_grad"), builder.optional_input(node, "out_grad_2", "single_grad")
     outputs, channels = rows_and_channels(node, dy)
-    dz = Out(builder.output(node, "masked_grad"), over=dy) if dy2 else Scratch(dy)  # it is then not written
+    # in this case the masked sum is not written
+    dz = Out(builder.output(node, "masked_grad"), over=dy) if dy2 else Scratch(dy)
     grid = builder.reduce_grid(outputs, channels)
     builder.launch(node, "batch_norm_relu_max_pool.cu",
                    builder.kernel("batch_norm_relu_max_pool_backward_reduce", dy2 is not None), grid, REDUCE_BLOCK,
@@ -232,7 +233,7 @@ OPERATORS = (
              _reduce_shapes, _compute_reduce, POOLING | ATTRIBUTES | SINGLE_GRAD, (*_SUMS, "masked_grad"),
              {**SECOND_GRAD, "masked_grad": "single_grad"}, in_place={"masked_grad": ("out_grad",)},
              body=_reduce_body, forward="BatchNormRelu", fused=True),
-    # `out_grad` is `masked_grad` where there is one: the winners say where ReLU let it through.
+    # `out_grad` is `masked_grad` if that exists: the winners determine where ReLU let the gradient through.
     Operator("BatchNormReluMaxPoolBackwardApply", BACKWARD, backward_apply_shapes, compute_backward_apply,
              POOLING | ATTRIBUTES, ("data_grad",), body=backward_apply_body, forward="BatchNormRelu", fused=True),
 )

@@ -1,8 +1,8 @@
-// Images (N, H, W, C) with one number for each image and channel (N, C): products, sums, and their gradients, as
-// squeeze-and-excitation has them. A thread works on 8 neighbouring channels.
+// Images (N, H, W, C) with one number for each image and channel (N, C): products, sums, and their gradients, as in
+// squeeze-and-excitation. A thread works on 8 neighbouring channels.
 #include "common.cuh"
 
-constexpr int THREADS = 256;  // of a block of pixel_sums
+constexpr int THREADS = 256;  // threads of a block of pixel_sums
 
 // y = x * s, or with ADD x + s. y may alias x.
 // Shapes: x, y (N, pixels, C), s (N, C). vectors = N * pixels * C / 8, pitch = C / 8.
@@ -18,9 +18,9 @@ __global__ void broadcast(const Packed<T> *x, const Packed<T> *s, Packed<T> *y, 
     y[at] = pack<T>(v);
 }
 
-// ds = the sum over an image's pixels of dy * x, or of dy where x is null: in a fixed order, so with equal bits every time.
-// A block works on 8 channels of an image.
-// Shapes: dy, x (N, pixels, C), ds (N, C). gridDim.x = N * pitch, pitch = C / 8.
+// ds = the sum over an image's pixels of dy * x, or of dy if x is null. The order of the sum is fixed, so results are
+// reproducible to the bit. A block works on 8 channels of an image. Shapes: dy, x (N, pixels, C), ds (N, C). gridDim.x
+// = N * pitch, pitch = C / 8.
 template <class T>
 __global__ void __launch_bounds__(THREADS) pixel_sums(const Packed<T> *dy, const Packed<T> *x, Packed<T> *ds, uint32 pixels,
                                                       uint32 pitch) {

@@ -16,11 +16,13 @@ from graph_passes.graph import Node
 from graph_passes.operators import Shape
 from graph_passes.operators.arithmetic import mean_axes
 
-PIXEL_THREADS = Declarations("broadcast.cu").value("THREADS")  # of a block of pixel_sums
+PIXEL_THREADS = Declarations("broadcast.cu").value("THREADS")  # threads of a block of pixel_sums
 
 
 def of_two(builder: Builder, node: Node) -> None:
-    """A product or a sum: of tensors of one shape, or of images and what has one number for each image and channel."""
+    """Launch a product or a sum of two tensors. They have one shape, or one of them has one number for each image and
+    channel.
+    """
     x, y, z = builder.input(node, "lhs"), builder.input(node, "rhs"), builder.output(node)
     adds = node.op == "broadcast_add"
     if x.shape == y.shape:
@@ -64,7 +66,7 @@ def _pixel_sums(builder: Builder, node: Node, dy: Buffer, x: Buffer | None, ds: 
 
 
 def mean(builder: Builder, node: Node) -> None:
-    """Over the pixels of images, as global average pooling."""
+    """Launch the mean over the pixels of images, like global average pooling."""
     x, y = builder.input(node, "data"), builder.output(node)
     _require_pixels(node, x.shape)
     vectors = builder.vectors(y)
@@ -94,12 +96,13 @@ def _pixels_and_pitch(node: Node, images: Shape, of_images: Shape) -> tuple[int,
 
 
 def _sizes(images: Shape) -> tuple[int, int]:
-    """Pixels of an image, and vectors of a pixel."""
+    """The number of pixels of an image, and the number of vectors of a pixel."""
     return images[1] * images[2], images[3] // VECTOR
 
 
 def _needs_vectors(builder: Builder, node: Node) -> bool:
-    """Whether a tensor is broadcast; otherwise each element is alone."""
+    """Whether one tensor is broadcast to the other, which needs whole vectors; otherwise the operation is elementwise.
+    """
     return reads_padded(builder, node) or len({builder.shapes[ref] for ref in node.inputs}) > 1
 
 

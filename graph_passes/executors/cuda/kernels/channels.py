@@ -10,7 +10,7 @@ from graph_passes.operators.joining import axis_of, range_of
 
 
 def concat(builder: Builder, node: Node) -> None:
-    """A launch for each input; the first one begins the output."""
+    """Launch a copy for each input. The first launch also clears the rest of the output."""
     y, first = builder.output(node), 0
     _require_channels(node, "dim", y)
     for number, ref in enumerate(node.inputs):

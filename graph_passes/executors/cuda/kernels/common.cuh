@@ -1,12 +1,12 @@
 // Element types, 16-byte vectors and small helpers shared by all kernels.
 //
-// The 16-bit types are our own and converted by PTX instructions. So NVRTC needs no header of the CUDA toolkit, and the user
-// needs no toolkit. All arithmetic is fp32; half and bfloat16 are storage only.
+// The 16-bit types are defined here, and PTX instructions convert them. So NVRTC needs no header of the CUDA toolkit,
+// and the user needs no toolkit. All arithmetic is fp32; half and bfloat16 are storage only.
 //
-// The comment above each kernel gives the shapes of its operands. The same names are used everywhere: N images of H x W
-// pixels (outputs: OH x OW) with C channels; rows = N*H*W; K is the number of a convolution's output channels, or of classes.
-// Images are NHWC, filters are (K, height, width, C). The element type is the network's type T unless stated. A null pointer
-// leaves an operand out.
+// The comment above each kernel gives the shapes of its operands. All kernels use these names: N images of H x W pixels
+// (outputs: OH x OW) with C channels; rows = N*H*W; K is the number of a convolution's output channels, or of classes.
+// Images are NHWC, filters are (K, height, width, C). The element type is the network's type T unless stated. A null
+// pointer leaves an operand out.
 //
 // Indices have 32 bits and count vectors wherever data are vectors. A tensor has fewer than 2^31 elements (`MAX_ELEMENTS` of
 // capacity.py).
@@ -37,7 +37,7 @@ __device__ inline int warp_index() { return __shfl_sync(0xffffffff, threadIdx.x 
 
 struct BlockBarrier {
     __device__ void operator()() const { __syncthreads(); }
-    // Barrier that also tells whether `is` was true in any thread.
+    // Barrier that also returns whether `is` is true in any thread.
     __device__ bool any(bool is) const { return __syncthreads_or(is); }
 };
 // Named barrier number BARRIER, from 1 on, of THREADS threads in whole warps.
@@ -151,7 +151,6 @@ __device__ inline void combine(const Packed<T> *x, const Packed<T> *y, Packed<T>
     z[at] = pack<T>(a);
 }
 
-// --- reductions over a block; every thread must call them, every thread gets the result ---
 
 template <class Op> __device__ inline float block_reduce(float v, float identity, Op op) {
     __shared__ float of_warp[WARP];
@@ -163,8 +162,8 @@ template <class Op> __device__ inline float block_reduce(float v, float identity
     v = lane < warps ? of_warp[lane] : identity;
 #pragma unroll
     for (int d = WARP / 2; d; d /= 2) v = op(v, __shfl_xor_sync(0xffffffff, v, d));
-    __syncthreads();  // the next call may overwrite of_warp
-    return v;         // every warp did the second step, so every thread has the result
+    __syncthreads();  // the next call may then overwrite of_warp
+    return v;  // every warp has done the second step, so every thread has the result
 }
 
 struct Sum { __device__ float operator()(float a, float b) const { return a + b; } };

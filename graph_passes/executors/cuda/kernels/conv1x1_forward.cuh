@@ -2,11 +2,11 @@
 //
 //     y[row, k] = sum over c of x[row, c] * w[k, c]
 //
-// These layers are bound by memory, and the kernels are designed for that. A block keeps the weights of COLUMNS outputs in
-// shared memory. It has two teams of four MMA warps, and one TMA warp per team. Each team walks over tiles of 64 rows,
-// independently of the other team: one multiplies while the other finishes its tile. In the epilogue each warp works alone on
-// its 16 rows: it adds the addend in shared memory, 64 columns at a time, and TMA stores the result from there.
-// dgrad_reduce.cu computes the same product with C and K exchanged.
+// These layers are bound by memory, and the kernels are designed for that. A block keeps the weights of COLUMNS outputs
+// in shared memory. It has two teams of four MMA warps, and one TMA warp per team. Each team walks over tiles of 64
+// rows, independently of the other team: one team can multiply while the other finishes its tile. In the epilogue each
+// warp works alone on its 16 rows: it adds the addend in shared memory, 64 columns at a time, and TMA stores the result
+// from there. dgrad_reduce.cu computes the same product with C and K exchanged.
 #pragma once
 #include "conv1x1_tiles.cuh"
 
@@ -46,7 +46,7 @@ __device__ inline void sum_over_rows(float (&v)[16], int lane) {
 template <int SUMS, int PARTS> struct ColumnSums {
     float sums[SUMS][PARTS][2] = {};
 
-    // Adds part `p`; `of_rows` is as `v` of `sum_over_rows`.
+    // Adds part `p`; `of_rows` has the layout of `v` in `sum_over_rows`.
     __device__ void add(int p, float (&of_rows)[SUMS][16], int lane) {
 #pragma unroll
         for (int j = 0; j < SUMS; ++j) {
@@ -81,8 +81,9 @@ __device__ inline void load_weights(uint4 *to, const TensorMap &w, int chunks, i
 }
 
 // Called by one thread. Starts the loads of the team's tiles, as stages become empty: for each tile `chunks` of x, 64
-// channels each, and with TWO `chunks_2` of x_2, which has the rows of y. The PEERS blocks of a cluster compute other columns
-// of the same rows: they take turns in starting loads, which are multicast to all of them.
+// channels each, and with TWO `chunks_2` of x_2, which has the rows of y. The PEERS blocks of a cluster compute
+// different columns of the same rows. They take turns in starting loads, and each load is multicast to all of these
+// blocks.
 template <bool TWO = false, int PEERS = 1>
 __device__ inline void load_tiles(const Stages &stages, const TensorMap &x, int chunks, const TileRange &range,
                                   const TileStep &walk, const TensorMap *x_2 = nullptr, int chunks_2 = 0) {
@@ -178,7 +179,8 @@ __device__ inline void finish_part(const float (&products)[N][4], int p, uint4 *
     }
 }
 
-// A value near the mean of each of this thread's two columns: the first row's.
+// Sets the pivot of each of this thread's two columns, which should be near the column's mean: the value in the first
+// row.
 template <class T> __device__ inline void set_pivot(float (&pivot)[2], const uint4 *result, int lane) {
     const float2 first = unpack_two<T>(reinterpret_cast<const uint32 *>(result)[lane]);
     pivot[0] = first.x;
@@ -200,9 +202,9 @@ __device__ inline void add_rows(const uint4 *result, int rows, int lane, const f
     };
     const uint32 *const words = reinterpret_cast<const uint32 *>(result);
     const auto stored = [&](int r) { return words[r * WARP + (lane ^ r % 8 * 4)]; };  // position by `swizzled`
-    // True only for rows == 16, as 0 <= rows <= 16. With `rows == 16` instead, where the caller has clamped `rows`, ptxas
-    // 12.9 and 13.0 reuse the flag of the instruction that clamps at both ends. That flag means something else, and short
-    // tiles took this branch, too.
+    // True only for rows == 16, because 0 <= rows <= 16. With the condition `rows == 16`, and a caller that has clamped
+    // `rows`, ptxas 12.9 and 13.0 reuse the flag of the instruction that clamps at both ends. That flag has another
+    // meaning, so short tiles took this branch, too.
     if (rows & WARP_ROWS) {
         uint32 bits[WARP_ROWS];  // all loads are in flight before the first is used
 #pragma unroll

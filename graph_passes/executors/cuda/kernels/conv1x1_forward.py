@@ -38,12 +38,11 @@ MAX_STAGES = _CUDA.value("MAX_STAGES")
 CONTROL_BYTES = _CUDA.sizeof("Control")
 SHARED_BYTES = 227 << 10  # most shared memory of a block on Hopper
 CHUNK_BYTES = 2 * CHUNK  # bytes of a row
-PLACE_BYTES = TEAMS * TILE_ROWS * CHUNK_BYTES  # one stage of each team, or one result of each warp
+PLACE_BYTES = TEAMS * TILE_ROWS * CHUNK_BYTES  # bytes of one stage of each team, which equal one result of each warp
 MAX_WEIGHT_BYTES = 128 << 10  # shared memory that a block gives to its weights
 AFFINE_BYTES = Declarations("norm_stream.cuh").sizeof("Affine")  # a chunk's scales and shifts
 
 
-# --- where it can be ---
 
 
 def is_product(convolution: Node, stride: tuple[int, int] = (1, 1)) -> bool:
@@ -53,7 +52,7 @@ def is_product(convolution: Node, stride: tuple[int, int] = (1, 1)) -> bool:
 
 
 def is_own(convolution: Node) -> bool:
-    """Whether the node is such a product with stride 1 or 2."""
+    """Whether the node is a product by `is_product` with stride 1 or 2."""
     return is_product(convolution) or is_product(convolution, stride=(2, 2))
 
 
@@ -98,8 +97,10 @@ class Tiles(NamedTuple):
 
     @classmethod
     def of(cls, data: Shape, output: Shape, stride: tuple[int, int], chunk: int = CHUNK) -> Tiles | None:
-        """The tiles, with chunks of `chunk` channels; None if there is no such division. With stride 2, every other row
-        of pixels is read, and every other pixel of it. This holds across images too, so their height must be even."""
+        """The tiles, with chunks of `chunk` channels; None if this division is impossible. With stride 2, every other
+        row of pixels is read, and every other pixel of these rows. The rows are counted through all images, so the
+        height must be even.
+        """
         (_, height, width, channels), (images, out_height, out_width, filters) = data, output
         rows = images * out_height * out_width
         if stride == (1, 1):
@@ -117,7 +118,9 @@ class Tiles(NamedTuple):
                    Tiling((rows // in_tile, in_tile, filters), (in_tile * filters, filters), (1, WARP_ROWS, chunk)))
 
     def beside(self, channels: int, chunk: int = CHUNK) -> Tiling:
-        """The tiles of a second tensor with this many channels, by chunks of `chunk`, that has the output's pixels."""
+        """The tiling, in chunks of `chunk` channels, of a second tensor that has the output's pixels and `channels`
+        channels.
+        """
         lines, rows, _ = self.output.shape
         return Tiling((lines, rows, channels), (rows * channels, channels), (1, self.walk.rows, chunk))
 
@@ -164,8 +167,10 @@ class Conv1x1Forward:
 
     @property
     def results(self) -> int:
-        """Result slots of a warp: two, so that one can be copied away; three if they are also read. From 64 to 256 and
-        from 128 to 512 channels, two, four or more took 9 to 11 % longer on an H200."""
+        """Result slots of a warp: two, so that one result can be copied away while the other is computed; three if
+        addends are read into them. With addends, from 64 to 256 and from 128 to 512 channels, two, four or more slots
+        took 9 to 11 % longer on an H200.
+        """
         return 3 if self.adds else 2
 
     @property
@@ -188,7 +193,7 @@ class Conv1x1Forward:
 
     @property
     def _kept_bytes(self) -> int:
-        """Shared memory in use besides the stages and results."""
+        """Bytes of shared memory in use besides stages and results."""
         return CONTROL_BYTES + self._weight_bytes(self.columns)
 
     def _weight_bytes(self, columns: int) -> int:
@@ -239,14 +244,14 @@ _INPUTS = ("data", "weight", "bias")
 
 
 def _operator(ends: str, *more: str) -> Operator:
-    """The kernel's operator, which computes the same as the convolution operator with this name ending."""
+    """The kernel's operator. It computes the same outputs as the Convolution operator whose name has this ending."""
     return Operator(f"Conv1x1Forward{ends}", (*_INPUTS, *more), attrs=CONVOLUTION, form_of=f"Convolution{ends}",
                     body=partial(convolution_body, relu=ends.endswith("Relu")), forward="Convolution", fused=True)
 
 
 OPERATORS = (
     _operator(""), _operator("Relu"), _operator("AddRelu", "addend"),
-    # A convolution of `data_2` with stride 1, and the convolution that it is added to.
+    # A convolution of `data_2` with stride 1, added to the convolution of `data`.
     Operator("Conv1x1ForwardSumRelu", (*_INPUTS, *(f"{name}_2" for name in _INPUTS)), attrs=CONVOLUTION, body=_sum_body,
              forward="Convolution", fused=True),
 )

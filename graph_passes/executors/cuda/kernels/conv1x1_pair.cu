@@ -1,13 +1,14 @@
-// Two consecutive 1x1 convolutions in one launch: the last of a residual block, with the addition, and the first of the next
-// block. The tensor between them is written, because the next addition reads it, but it is not read again here.
-// conv1x1_forward.cuh explains the first convolution.
+// Two consecutive 1x1 convolutions in one launch: the last convolution of a residual block, with the addition, and the
+// first convolution of the next block. The tensor between both convolutions is written, because the next addition reads
+// it, but this kernel does not read it again. conv1x1_forward.cuh explains the first convolution.
 //
 // A warp has all columns of its rows. The values that it has rounded and stored are, in the same registers, the A operand of
 // the second product: the accumulator layout of `mma.m16n8k16` equals its A fragment layout. So the second product needs no
 // shared memory for A, and the four warps of a team synchronise only to start wgmma.
 #include "conv1x1_forward.cuh"
 
-constexpr int COLUMNS = MAX_COLUMNS, PARTS = COLUMNS / CHUNK, MAX_SECOND = 128;  // columns of y; of z at most
+// COLUMNS: columns of y; MAX_SECOND: most columns of z
+constexpr int COLUMNS = MAX_COLUMNS, PARTS = COLUMNS / CHUNK, MAX_SECOND = 128;
 // setmaxnreg works on whole warpgroups: two of the four producer warps have nothing else to do
 constexpr int PAIR_THREADS = (MMA_WARPS + 4) * WARP;
 
@@ -56,7 +57,7 @@ conv1x1_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
             load_tiles(own, x, chunks, range, walk);
         }
     } else {
-        setmaxnreg_inc<240>();  // accumulators of both products, and the fragments between them
+        setmaxnreg_inc<240>();  // registers for the accumulators of both products, and for the fragments between them
         uint4 *const own_results = all_results + warp * results * RESULT_VECTORS;
         uint4 *const own_z = all_results + (MMA_WARPS * results + warp * SECOND_PARTS) * RESULT_VECTORS;
         const int own_row = warp % TEAM_WARPS * WARP_ROWS;
@@ -94,7 +95,7 @@ conv1x1_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
             }
             wgmma_wait();
             wgmma_fence_operand(second);
-            // The slots of z are free: this warp has already waited for stores of y that were started after the last stores
+            // The slots of z are free: this warp has waited for stores of y that it started after the previous stores
             // of z.
 #pragma unroll
             for (int p = 0; p < SECOND_PARTS; ++p) finish_part<T, false, true>(second, p, own_z + p * RESULT_VECTORS, lane);

@@ -1,4 +1,4 @@
-"""The last convolution of a residual block and the first of the next block, in one launch, for inference.
+"""The last convolution of a residual block and the first convolution of the next block, in one launch, for inference.
 
     before    x, weight, bias, shortcut -> ConvolutionAddRelu `r` -> y;  y, weight_2, bias_2 -> ConvolutionRelu -> z
     after     x, weight, bias, shortcut, weight_2, bias_2 -> Conv1x1Pair `r` -> y, z
@@ -41,7 +41,7 @@ BLOCK: Size = (_CUDA.value("PAIR_THREADS"), 1, 1)
 COLUMNS = _CUDA.value("COLUMNS")  # most columns of the first product
 SECOND = (64, 128)  # columns of the second product
 CONTROL_BYTES = _CUDA.sizeof("PairControl")
-PLACE_BYTES = TEAMS * TILE_ROWS * CHUNK_BYTES  # one stage of each team, or one result of each warp
+PLACE_BYTES = TEAMS * TILE_ROWS * CHUNK_BYTES  # bytes of one stage of each team, which equal one result of each warp
 
 
 def conv1x1_pair(table: Candidates, first: Candidate) -> Iterator[Node]:
@@ -61,8 +61,10 @@ def _body(b: Body) -> list[Any]:
 
 @dataclass(frozen=True)
 class Conv1x1Pair:
-    """How `conv1x1_pair` divides its work: from `channels` (C) to `filters` (K), and on to `filters_2` (K_2). A block
-    keeps the weights of both convolutions. The rest of its shared memory is used as in `Conv1x1Forward`."""
+    """How `conv1x1_pair` divides its work: a convolution from `channels` (C) to `filters` (K), and a convolution from
+    there to `filters_2` (K_2). A block keeps the weights of both convolutions. The rest of its shared memory is used as
+    in `Conv1x1Forward`.
+    """
 
     channels: int
     filters: int

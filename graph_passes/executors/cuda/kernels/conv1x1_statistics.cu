@@ -1,11 +1,12 @@
 // Forward pass of a 1x1 convolution in training, with the sums for the BatchNorm that follows. Within a residual block, the
 // BatchNorm + ReLU before the convolution can be fused, too. conv1x1_forward.cuh explains the design.
 //
-// Separate warps compute the sums, one for each two MMA warps: they read the results in shared memory while the MMA warps go
-// on.
+// Separate warps compute the sums, one warp for each two MMA warps. They read the results in shared memory while the
+// MMA warps continue.
 //
-// BatchNorm + ReLU are applied in registers, as in norm_stream.cuh, and multiplied from there. The normalised tensor is
-// written if others read it. The blocks that compute other columns of the same rows take turns in writing it, tile by tile.
+// BatchNorm + ReLU are applied in registers, as in norm_stream.cuh, and the product reads these registers. The
+// normalised tensor is written if other nodes read it. The blocks that compute different columns of the same rows take
+// turns in writing it, tile by tile.
 #include "moments.cuh"
 #include "norm_stream.cuh"
 
@@ -36,7 +37,8 @@ __device__ inline void multiply_normalised(float (&products)[N][4], const uint4 
     }
 }
 
-// The body of the kernels below. `norm_out` is the tensor map for the output of BatchNorm + ReLU, null if nobody reads it.
+// The body of the kernels below. `norm_out` is the tensor map for the output of BatchNorm + ReLU, null if no other node
+// reads this output.
 template <class T, int COLUMNS, int PEERS, bool NORM>
 __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const TensorMap &y, const FusedNorm &before,
                                 const TensorMap *norm_out, float *sums, float *partials, uint32 *tickets, uint32 rows,
@@ -75,7 +77,8 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
         __syncthreads();
 
     const Stages own(control, team, tiles_of_x, stages);
-    float pivot[PARTS][2] = {}, of_column[PARTS][2][2] = {};  // for the two columns of each part that this thread sums
+    // pivots and sums of the two columns of each part that this thread sums
+    float pivot[PARTS][2] = {}, of_column[PARTS][2][2] = {};
     uint32 counted = 0;                                      // rows summed so far
     if (is_sum_warp) {
         PipelineState result;
@@ -144,10 +147,10 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
         if (lane == 0) tma_store_wait<0>();
     }
     __syncwarp();
-    if (PEERS > 1) cluster_sync();  // until here a peer may still signal an empty stage
+    if (PEERS > 1) cluster_sync();  // a peer may still signal an empty stage until here
     if (!is_mma_warp && !is_sum_warp) return;
 
-    // Combines the moments of the summing warps, then of the blocks of the same columns.
+    // Combines the moments of the summing warps, then the moments of all blocks of the same columns.
     sync_mma_and_sum_warps();  // reuses the memory of the tiles
     if (is_sum_warp) {
         Moments *const of_pair = reinterpret_cast<Moments *>(tiles_of_x) + pair * COLUMNS;
@@ -179,10 +182,10 @@ conv1x1_statistics(const __grid_constant__ TensorMap x, const __grid_constant__ 
                                        results);
 }
 
-// y = relu(BatchNorm(x)), with what `Forward` saves, and z = y * w, with the sums of z. The tensor maps are as above; y has
-// tiles like z. y is written if `is_read`.
-// Shapes: x, y (rows, C), w (K, C), z (rows, K); sums (2 or 3, C), saved (2, C), gamma, beta, running_mean, running_var (C),
-// sums_of_z (3, K), partials (3 * gridDim.y * K) fp32; tickets (gridDim.x). columns = K, C = chunks * 64.
+// y = relu(BatchNorm(x)), with the values that `Forward` saves, and z = y * w, with the sums of z. The tensor maps are
+// as above; y has tiles like z. y is written if `is_read`. Shapes: x, y (rows, C), w (K, C), z (rows, K); sums (2 or 3,
+// C), saved (2, C), gamma, beta, running_mean, running_var (C), sums_of_z (3, K), partials (3 * gridDim.y * K) fp32;
+// tickets (gridDim.x). columns = K, C = chunks * 64.
 template <class T, int COLUMNS, int PEERS>
 __global__ void __cluster_dims__(PEERS, 1, 1) __launch_bounds__(BLOCK, 1)
 norm_relu_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap y,

@@ -63,7 +63,7 @@ def norm_body(b: Body) -> list[Any]:
 @dataclass(frozen=True)
 class Conv1x1Statistics(Conv1x1Forward):
     """Like `Conv1x1Forward`, for the kernels of conv1x1_statistics.cu, which also sum their output. `normalises`: the
-    output of a preceding BatchNorm + ReLU is written, which takes one more slot per warp.
+    output of a preceding BatchNorm + ReLU is written, which needs one more slot per warp.
 
     Four more warps compute the sums, so a thread has registers for at most 128 columns.
     """
@@ -80,8 +80,9 @@ class Conv1x1Statistics(Conv1x1Forward):
 
     @property
     def peers(self) -> int:
-        """Blocks of a cluster, which reads data from the L2 cache only once. On an H200 a cluster of two pays if there
-        are two blocks, but not if there are more."""
+        """Number of blocks of a cluster. A cluster reads data from the L2 cache only once. On an H200 a cluster of two
+        blocks pays if two blocks share the columns, but not if more blocks do.
+        """
         return 2 if self.blocks == 2 else 1
 
     @property

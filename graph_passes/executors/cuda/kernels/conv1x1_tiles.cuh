@@ -12,7 +12,7 @@ constexpr int MAX_COLUMNS = 256, MAX_STAGES = 12;
 // Tile of a 1x1 convolution: how many rows it has, and the step from one tile to the next, in rows and lines of x and of y.
 struct TileStep { int rows, x_row, x_line, y_row, y_line; };
 
-// Every `step`-th tile, starting with `first`.
+// Every `step`-th tile, from `first` to before `end`.
 struct TileRange { uint32 first, end, step; };
 
 // A team's tiles of `tile_rows` rows; gridDim.y blocks share the rows.
@@ -34,8 +34,8 @@ struct Stages {
           number(number) {}
 };
 
-// PEERS: blocks of a cluster. Each block starts a part of the copies, for all of them. `slots_added`: result slots of a warp
-// that receive addends.
+// PEERS: blocks of a cluster. Each block starts a part of the copies, which go to all blocks of the cluster.
+// `slots_added`: result slots of a warp that receive addends.
 template <int TEAMS, int PEERS = 1, class Control>
 __device__ inline void init_tile_barriers(Control &control, int stages, int slots_added) {
     for (int t = 0; t < TEAMS; ++t)
@@ -50,8 +50,9 @@ __device__ inline void init_tile_barriers(Control &control, int stages, int slot
 
 // --- the epilogue: a warp's result slots ---
 
-// A tile of y has `parts` parts of CHUNK columns. A warp finishes its rows of one part after another in its `slots` result
-// slots. Addends are prefetched there: every slot holds an addend in flight, except the one that is being processed.
+// A tile of y has `parts` parts of CHUNK columns. A warp finishes its rows of one part after another in its `slots`
+// result slots. Addends are prefetched into these slots: every slot holds an addend in flight, except the slot that is
+// being processed.
 template <int CHUNK> struct AddendsOf {
     const TensorMap &map;
     const TileStep &walk;
@@ -60,7 +61,7 @@ template <int CHUNK> struct AddendsOf {
     TileRange range;
     int first_column, own_row, parts, slots, part = 0;
 
-    // The functions are called by one thread. Starts the copy of the next part into this slot.
+    // One thread calls the functions of this struct. `load` starts the copy of the next part into this slot.
     __device__ void load(int slot) {
         if (range.first >= range.end) return;
         uint64 &there = arrived[slot];
@@ -82,14 +83,14 @@ template <int CHUNK> struct AddendsOf {
     }
 };
 
-// Waits until a result slot may be used: with ADD until the addend is there, else until TMA has read the result before. A warp
-// has at least MIN_SLOTS of the `slots`.
+// Waits until a result slot may be used: with ADD until the addend has arrived, otherwise until TMA has read the
+// previous result. A warp has at least MIN_SLOTS of the `slots`.
 template <bool ADD, int MIN_SLOTS>
 __device__ inline void acquire_slot(uint64 &arrived, const PipelineState &result, int slots, int lane) {
     if (ADD) {
         mbarrier_wait(arrived, result.phase);
     } else {
-        if (lane == 0) {  // with two slots, wait for the store before the last
+        if (lane == 0) {  // with two slots, this waits for the last store but one
             if (MIN_SLOTS > 1 || slots > 1)
                 tma_store_wait<1>();
             else

@@ -1,18 +1,18 @@
-// 3x3 convolutions of 64 channels with 64 filters, stride 1 and padding 1, on Hopper: forward and the gradient of their data.
-// ResNet's stage 1 has them.
+// 3x3 convolutions of 64 channels with 64 filters, stride 1 and padding 1, on Hopper: the forward pass and the gradient
+// of the data. ResNet's stage 1 has these convolutions.
 //
 //     y[filter, pixel] = sum over taps and channels of w[filter, tap, channel] * x[pixel + tap, channel]
 //
-// A tile in shared memory is some rows of an image, the row above and below them, and a column of zeros on each side. A pixel
-// has 64 channels, which are one row of 128 bytes. So a tap of all pixels of the tile is a contiguous range of rows, shifted
-// by the tap. wgmma takes it as its B operand directly, without im2col. The two zero columns of each row give results, too,
-// which nobody reads. The gradient of the data is the same convolution with reversed taps, and with filters and channels
-// exchanged: wgmma reads the weights transposed.
+// A tile in shared memory is some rows of an image, the row above and below them, and a column of zeros on each side. A
+// pixel has 64 channels, which are one row of 128 bytes. So a tap of all pixels of the tile is a contiguous range of
+// rows, shifted by the tap. wgmma takes it as its B operand directly, without im2col. The two zero columns of each row
+// give results, too, which are never read. The gradient of the data is the same convolution with reversed taps, and
+// with filters and channels exchanged: wgmma reads the weights transposed.
 //
-// At batch 256 and 56x56 pixels an H200 reads and writes 206 MB (0.05 ms at 4.1 TB/s) and multiplies 59 GFLOP (0.065 ms at
-// the highest rate). So the tensor cores must never wait. A block keeps all weights, and one warp loads its tiles. Two teams
-// of four warps alternate: one multiplies a tile; the other rounds its results, leaves them where its tile was, for TMA to
-// store, and sums them.
+// At batch 256 and 56x56 pixels an H200 reads and writes 206 MB (0.05 ms at 4.1 TB/s) and multiplies 59 GFLOP (0.065 ms
+// at the highest rate). So the tensor cores must never wait. A block keeps all weights, and one warp loads its tiles.
+// Two teams of four warps alternate: one team multiplies a tile. The other team rounds its results, writes them over
+// its tile, from where TMA stores them, and sums them.
 //
 // With BatchNorm + ReLU fused before the convolution, a team normalises its next tile in place while the other team
 // multiplies. The padding stays zero. The rows that belong to the tile are stored as well.
@@ -28,9 +28,10 @@ constexpr int CHANNELS = 64, TAPS = 9, PIXEL_VECTORS = CHANNELS / VEC, TAP_VECTO
 constexpr int GROUPS = 29;  // groups of 8 pixels of one wgmma: at 56x56 these are four rows of an image
 constexpr int TEAMS = 2, TEAM_THREADS = TEAM_WARPS * WARP, MMA_THREADS = TEAMS * TEAM_THREADS;
 constexpr int THREADS = MMA_THREADS + WARP;
-constexpr int MAX_PLACES = 3;  // slots for tiles in shared memory
+constexpr int MAX_PLACES = 3;  // most slots for tiles in shared memory
 constexpr int VECTOR_BYTES = 16;
-constexpr int RESULT_VECTORS = GROUPS * 8 * PIXEL_VECTORS;  // of a slot: first x, then the gradient
+// vectors of a result slot, which holds first x, then the gradient
+constexpr int RESULT_VECTORS = GROUPS * 8 * PIXEL_VECTORS;
 
 // At the start of shared memory. Then follow the tiles; for the kernel with sums of a gradient, a result slot for each team;
 // the weights, tap by tap.
@@ -40,8 +41,8 @@ struct alignas(1024) Control {
     uint64 weights, full[MAX_PLACES], empty[MAX_PLACES], order[TEAMS], x_full[TEAMS], x_empty[TEAMS];
 };
 
-// The BatchNorm + ReLU whose output is the convolution's data: its input x, its parameters, and where the sums of its
-// backward pass go.
+// The BatchNorm + ReLU whose output is the convolution's data: its input x, its parameters, and the destinations of its
+// backward sums.
 struct Norm {
     const TensorMap *x;
     const float *saved, *gamma, *beta;
@@ -170,11 +171,11 @@ struct Sums {
     float pivot[2] = {}, acc[2][2] = {};
     uint32 counted = 0;  // pixels, over all threads of a filter
 
-    // Adds the pixels of a tile that are set in `inside`. `m` has the layout of `convolve`. All threads of a filter use the
-    // same pivot.
+    // Adds the pixels of a tile that are set in `inside`. `m` has the layout of `convolve`. All threads of a filter use
+    // one pivot.
     template <class T> __device__ void add(const uint32 (&m)[GROUPS][2], uint64 inside, uint32 pixels, int lane) {
-        // Each tile is summed by itself first: bf16 has few distinct values, and thousands of additions to one sum would all
-        // round in the same direction.
+        // Each tile is summed separately first: bf16 has few distinct values, so thousands of additions to one sum
+        // would all round in one direction.
         float of_tile[2][2] = {};
 #pragma unroll
         for (int f = 0; f < 2; ++f) {
@@ -278,8 +279,8 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
     uint4 *const tiles = memory + sizeof(Control) / VECTOR_BYTES, *const results = tiles + images.places * images.place_vectors;
     uint4 *const weights = results + (REDUCE ? TEAMS * RESULT_VECTORS : 0);
     const int lane = lane_index(), warp = warp_index();
-    // Inference walks from the end of the tensor, training from its start: where the previous launch has left data in the L2
-    // cache.
+    // Inference begins at the end of the tensor, training at the start, because the previous launch has left this part
+    // of the data in the L2 cache.
     const auto at = [&](uint32 i) { return RELU ? images.tiles() - 1 - i : i; };
 
     if (threadIdx.x == 0) {
@@ -350,8 +351,8 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
 #pragma unroll
             for (int e = 0; e < 4; ++e) products[g][e] = biases[e / 2];
 
-        // The teams take turns. Wait for the tile only after that: then the other team has seen the slot's previous phase
-        // end.
+        // The teams take turns. The wait for the tile comes after the wait for the turn: by then the other team has
+        // seen the end of the slot's previous phase.
         mbarrier_wait(control.order[team], (round + 1 - team) & 1);
         if (!NORM) mbarrier_wait(control.full[pipe.index], pipe.phase);
         multiply_tile<T, BACKWARD>(products, weights, tile, pitch);
@@ -390,7 +391,7 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
             tma_store_wait<0>();
             arrive(REDUCE ? control.x_empty[team] : control.empty[pipe.index]);
         }
-        __syncwarp();  // reconverge: wgmma needs whole warps
+        __syncwarp();  // reconverge, because wgmma needs whole warps
         for (int t = 0; t < TEAMS; ++t) pipe.advance(images.places);
     }
     if constexpr (SUMS) {
@@ -433,10 +434,10 @@ conv3x3_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
     convolve<T, SUMS, RELU, false, false, false>(x, w, y, bias, sums, {}, {}, nullptr, partials, tickets, images);
 }
 
-// y = relu(BatchNorm(x)), with what `Forward` saves, and z = the convolution of y, with its sums. The tensor maps are as
-// above: x is loaded as x there, and y and z are stored as y there.
-// Shapes: x, y (N, H, W, C), w (K, 3, 3, C), z (N, H, W, K) with C = K = CHANNELS; sums (2 or 3, C), saved (2, C), gamma,
-// beta, running_mean, running_var (C), sums_of_z (3, K), partials (3 * gridDim.y * K) fp32; tickets (1).
+// y = relu(BatchNorm(x)), with the values that `Forward` saves, and z = the convolution of y, with the sums of z. The
+// tensor maps of the loaded x and the stored y and z are as in the kernel above. Shapes: x, y (N, H, W, C), w (K, 3, 3,
+// C), z (N, H, W, K) with C = K = CHANNELS; sums (2 or 3, C), saved (2, C), gamma, beta, running_mean, running_var (C),
+// sums_of_z (3, K), partials (3 * gridDim.y * K) fp32; tickets (1).
 template <class T>
 __global__ void __launch_bounds__(THREADS, 1)
 norm_conv3x3(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap y,

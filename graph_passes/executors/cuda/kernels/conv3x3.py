@@ -53,7 +53,6 @@ PIXEL_BYTES = 2 * CHANNELS
 CONTROL_BYTES = _CUDA.sizeof("Control")
 
 
-# --- where they can be ---
 
 
 def is_3x3(convolution: Node) -> bool:
@@ -64,7 +63,7 @@ def is_3x3(convolution: Node) -> bool:
 
 
 def is_narrow(convolution: Node) -> bool:
-    """Whether it is such a convolution with 64 filters."""
+    """Whether the node is a convolution by `is_3x3` with 64 filters."""
     return is_3x3(convolution) and convolution["num_filter"] == CHANNELS
 
 
@@ -119,17 +118,19 @@ class Conv3x3:
 
     @property
     def pitch(self) -> int:
-        """Pixels of a row in shared memory: the image's, and one of zeros on each side."""
+        """Pixels of a row in shared memory: the image's pixels, and one pixel of zeros on each side."""
         return self.shape[2] + 2
 
     @property
     def rows(self) -> int:
-        """Rows of a tile. Rows of zeros after its last pixel are not needed."""
+        """Rows of a tile. Zeros after the last pixel of a tile are not needed."""
         return min(self.shape[1], (self.PIXELS + 2) // self.pitch)
 
     @property
     def place_bytes(self) -> int:
-        """Bytes of a tile in shared memory: up to the last pixel that the last tap reads, and at least one more."""
+        """Bytes of a tile's slot in shared memory: all pixels up to the last pixel that the last tap reads, and at
+        least one pixel more.
+        """
         return ((2 * self.pitch + 2 + self.PIXELS) // 8 + 1) * 8 * PIXEL_BYTES
 
     @property
@@ -138,13 +139,13 @@ class Conv3x3:
 
     @property
     def _kept_bytes(self) -> int:
-        """Shared memory in use besides the tiles' slots."""
+        """Bytes of shared memory in use besides the tiles' slots."""
         results = self.TEAMS * self.PIXELS * PIXEL_BYTES if self.reduces else 0
         return CONTROL_BYTES + results + TAPS * CHANNELS * PIXEL_BYTES
 
     @property
     def fits(self) -> bool:
-        """Whether there is a tile for each of the two teams."""
+        """Whether shared memory has room for a tile of each of the two teams."""
         return self.rows > 0 and self.places >= self.TEAMS
 
     @property
@@ -161,7 +162,9 @@ class Conv3x3:
 
     @property
     def padded_rows(self) -> Tiling:
-        """The view of the tensor that is read: each row includes the pixels before its first and after its last."""
+        """The view of the tensor that is read: each row includes one pixel before the first pixel and one after the
+        last.
+        """
         return self._tiling(self.pitch)
 
     @property
@@ -178,7 +181,8 @@ class Conv3x3:
 
 
 def _division(builder: Builder, node: Node, x: Buffer, reduces: bool = False) -> Conv3x3:
-    """Raises GraphError if the kernels do not support the GPU or these images."""
+    """The division of the images into tiles. Raises GraphError if the kernels do not support the GPU or these images.
+    """
     require_hopper(builder, node)
     require(x.shape[3] == CHANNELS, node, f"has {x.shape[3]} channels: its kernel takes {CHANNELS}")
     geometry = Conv3x3(x.shape, reduces)

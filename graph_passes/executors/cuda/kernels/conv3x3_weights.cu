@@ -8,9 +8,9 @@
 // 16 pixels of the line, wherever rows begin. The three taps of a kernel row are 192 columns of its B operand, read in place
 // (`smem_desc_mn_windows`).
 //
-// At batch 256, 56 x 56 pixels and 64 channels an H200 reads 206 MB (0.05 ms). It multiplies 59 GFLOP, with the zeros 61
-// (0.066 ms at the highest rate). Each wgmma reads 8 KB of shared memory, which takes 64 of its 96 cycles; writing the loaded
-// data takes 11.
+// At batch 256, 56 x 56 pixels and 64 channels an H200 reads 206 MB (0.05 ms). It multiplies 59 GFLOP, or 61 GFLOP with
+// the zeros (0.066 ms at the highest rate). Each wgmma reads 8 KB of shared memory, which takes 64 of its 96 cycles;
+// writing the loaded data takes 11.
 #include "pipeline.cuh"
 
 constexpr int CHANNELS = 64, SIZE = 3, VECTORS = CHANNELS / VEC;
@@ -25,12 +25,11 @@ struct alignas(1024) Control { uint64 full[MAX_ROWS], empty[MAX_ROWS]; };
 // slots are stored again after the last, so that a wgmma may read across the wrap-around.
 struct Ring { int rows, repeated, pitch; };
 
-// parts[blockIdx.x] = the part of dw from the rows of the blocks with this blockIdx.x. A block works on consecutive rows of
-// the padded images. A padded image has H + 1 rows, the last of them zeros; `padded_rows` leaves out the zeros of the last
-// image.
-// One warp loads x and one loads dy. For each kernel row, a team of four warps multiplies. The tensor maps of x and dy are
-// (N*H, W, C) and (N*H, W, K), in tiles of one row of W + 1 pixels and 64 channels.
-// Shapes: parts (gridDim.x, K, 3, 3, C) fp32. C and K are multiples of 64, gridDim.y = K / 64 * C / 64.
+// parts[blockIdx.x] = the part of dw from the rows of the blocks with this blockIdx.x. A block works on consecutive
+// rows of the padded images. A padded image has H + 1 rows; the last row is zeros; `padded_rows` leaves out the zeros
+// of the last image. One warp loads x and one loads dy. For each kernel row, a team of four warps multiplies. The
+// tensor maps of x and dy are (N*H, W, C) and (N*H, W, K), in tiles of one row of W + 1 pixels and 64 channels. Shapes:
+// parts (gridDim.x, K, 3, 3, C) fp32. C and K are multiples of 64, gridDim.y = K / 64 * C / 64.
 template <class T>
 __global__ void __launch_bounds__(THREADS, 1)
 conv3x3_weights(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap dy, float *parts, int height,
@@ -46,8 +45,8 @@ conv3x3_weights(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
     const int first_channel = blockIdx.y * CHANNELS % channels;
     const int first_filter = blockIdx.y * CHANNELS / channels * CHANNELS;
 
-    // Until the first row of x has arrived, the zeros of dy are multiplied with two pixels of its slot: these must be finite
-    // numbers.
+    // Until the first row of x has arrived, the zeros of dy are multiplied with two pixels of its slot: these two
+    // pixels must be finite numbers.
     for (int i = threadIdx.x; i < (ring.rows + ring.repeated) * 2 * VECTORS; i += THREADS)
         x_rows[i / (2 * VECTORS) * ring.pitch * VECTORS + i % (2 * VECTORS)] = make_uint4(0, 0, 0, 0);
     fence_view_async_shared();
@@ -92,7 +91,8 @@ conv3x3_weights(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
 
     const int kernel_row = warp / TEAM_WARPS, round = ring.rows * ring.pitch;
     PipelineState oldest;
-    // there: pixels of dy whose operands have all arrived. done: pixels of dy whose rows have been released.
+    // there: number of pixels of dy whose operands have all arrived. done: number of pixels of dy whose rows have been
+    // released.
     int there = -2 * ring.pitch, done = 0;
     int dy_at = 0, x_at = kernel_row * ring.pitch;
     float sums[SIZE * VECTORS][4] = {};

@@ -26,7 +26,7 @@ from graph_passes.operators import Operator, Shape
 from graph_passes.operators.convolution import CONVOLUTION
 
 _CUDA = Declarations("conv3x3_weights.cu")
-# Channels of the data and of the output per block: its part of the gradient fits into registers.
+# Channels of the data and of the output per block. A block's part of the gradient then fits into registers.
 CHANNELS = _CUDA.value("CHANNELS")
 
 
@@ -51,10 +51,11 @@ class Conv3x3Weights:
     STEP, MAX_ROWS = _CUDA.values("STEP", "MAX_ROWS")
     MAX_PITCH = 256  # longest side of a TMA copy
     CONTROL_BYTES = _CUDA.sizeof("Control")
-    LEAST_STEPS = 32  # rows of a block: with fewer, the additional parts cost more than is gained
+    # least number of rows of a block: with fewer rows, the additional parts cost more time than the parallelism saves
+    LEAST_STEPS = 32
 
     def __init__(self, shape: Shape, filters: int, num_multiprocessors: int) -> None:
-        """`shape` of the data: (N, H, W, C)."""
+        """`shape`: the shape of the data, (N, H, W, C)."""
         images, height, width, channels = self.shape = shape
         pitch = width + 1
         row_bytes = 2 * pitch * CHANNELS * 2  # slots of both circular buffers

@@ -1,11 +1,11 @@
-"""Convolutions and fully connected layers by cuDNN's plans. Convolutions are alone, or fused with BatchNorm's sums, or
-with bias, addition and ReLU.
+"""Convolutions and fully connected layers by cuDNN's plans. A convolution can be fused with BatchNorm's sums, or with
+bias, addition and ReLU.
 
     before    x, weight -> Convolution `conv` -> y -> BatchNormStatistics -> sums
     after     x, weight -> ConvolutionStatistics `conv` -> y, sums
 
 cuDNN computes these sums in a varying order, although its notes on the plans do not say so (cuDNN 9.19 on an H200:
-other bits in each of 20 runs). So deterministic runs do not use them.
+different bits in each of 20 runs). So deterministic runs do not use these kernels.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ def conv_statistics(table: Candidates, sums: Candidate) -> Iterator[Node]:
 
 
 def with_statistics(table: Candidates, sums: Candidate) -> Iterator[Candidate]:
-    """The convolution without bias whose output the BatchNorm sums. None for grouped convolutions: cuDNN fuses nothing
-    into them."""
+    """Yield the convolution without bias whose output the BatchNorm sums. Yields no grouped convolution, because cuDNN
+    fuses nothing into these.
+    """
     for convolution in table.makers(sums.input("data"), "Convolution"):
         if (convolution["no_bias"] and convolution["num_group"] == 1
                 and sums["axis"] % 4 == channel_axis(convolution["layout"])):
@@ -88,7 +89,9 @@ def dgrad(builder: Builder, node: Node) -> None:
 
 
 def _is_padded(builder: Builder, node: Node) -> bool:
-    """Whether the weight of a convolution is padded: not in groups, but for a group for each channel."""
+    """Whether the weight of a convolution is padded. Weights of grouped convolutions are not padded, except in
+    depthwise convolutions.
+    """
     groups, weight = node["num_group"], Ref(node.name) if node.op == "ConvolutionWgrad" else node.input("weight")
     return groups == 1 or is_depthwise(builder.shapes[weight], groups)
 
@@ -116,13 +119,13 @@ def fully_connected_dgrad(builder: Builder, node: Node) -> None:
 
 
 def _data(builder: Builder, node: Node) -> Buffer:
-    """The data of a fully connected layer as a matrix."""
+    """The buffer of a fully connected layer's data, as a matrix."""
     data = node.input("data")
     return builder.matrix(data, _features(builder.shapes[data], node))
 
 
 def _features(data: Shape, node: Node) -> int:
-    """The numbers of a row that a fully connected layer reads."""
+    """How many numbers of each row of the data a fully connected layer reads."""
     return math.prod(data[1:]) if node["flatten"] else data[-1]
 
 

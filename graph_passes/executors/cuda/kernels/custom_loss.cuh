@@ -1,4 +1,5 @@
-// The end of a classifier with a plug-in's loss, whose struct Formula graph_passes/operators/formula.py has written above.
+// The end of a classifier with a plug-in's loss, whose struct Formula precedes this code.
+// graph_passes/operators/formula.py writes that struct.
 #pragma once
 
 // The bias is added here, in fp32; labels.cuh defines the targets.
@@ -7,7 +8,7 @@ template <class T> struct ElementsOfRow {
     const T *scores;
     const float *bias;
     Labels wanted;
-    float smoothing, other;  // the share of all wrong classes, and of one
+    float smoothing, other;  // smoothing: share of all wrong classes together; other: share of one wrong class
 
     __device__ Element operator()(int c) const {
         const float hit = wanted.own * (c == wanted.label) + (1 - wanted.own) * (c == wanted.partner);

@@ -1,37 +1,39 @@
 // Depthwise convolutions of K x K, K = 3, 5 or 7, with strides of 1 or 2: forward, also with the sums of the output for a
 // BatchNorm, and both gradients. Sums are fp32, in a fixed order.
 //
-// A thread works on CHANNELS neighbouring channels and COLUMNS columns of a strip of rows. It goes down the strip and reads
-// each row once, while it adds to all rows of the result that the row is part of, and the next row is on its way. Weights and
-// sums stay in registers: that bounds CHANNELS and COLUMNS. Columns that neighbouring threads read too come from the L1 cache.
+// A thread works on CHANNELS neighbouring channels and COLUMNS columns of a strip of rows. The thread goes down the
+// strip and reads each row once. It adds the row to all rows of the result that need it, while the next row is being
+// loaded. Weights and sums stay in registers, which limits CHANNELS and COLUMNS. Columns that neighbouring threads also
+// read come from the L1 cache.
 #include "moments.cuh"
 
-constexpr int THREADS = 128;  // of a block
+constexpr int THREADS = 128;  // threads of a block
 
-// What a thread works on.
+// The piece of the result that a thread computes at a time.
 template <class T, int K> struct Piece {
     static constexpr int CHANNELS = K == 7 ? 2 : 4;
     static constexpr int COLUMNS = K == 5 ? 2 : 4;
-    static constexpr int BLOCKS = K == 3 ? 3 : 2;  // at least, of a multiprocessor: their registers
+    // least number of blocks per multiprocessor, which limits a thread's registers
+    static constexpr int BLOCKS = K == 3 ? 3 : 2;
 };
 
 template <class T, int N> struct alignas(N * sizeof(T)) Vector { T element[N]; };
 
-// How the work is divided, as `Walk` of depthwise.py. The result is what a convolution writes, or the gradient of its data;
-// the images are what is read. Pixel k of a window of the result's pixel o is pixel o * stride + k + offset of the images,
-// whose pixels lie DILATION apart.
+// How the work is divided, as `Walk` of depthwise.py. The result is the output of a convolution, or the gradient of its
+// data; the images are the tensor that is read. In the window of the result's pixel o, pixel k is pixel o * stride + k
+// + offset of the images. The pixels of the images lie DILATION apart.
 struct Walk {
     int channels, groups;              // groups of CHANNELS that a block works on; the blocks of gridDim.y share them
     int pieces, strips, items, rows;   // pieces of COLUMNS columns, strips of rows; items = images * strips * pieces
-    int height, width;                 // of the images
+    int height, width;  // size of the images
     int result_height, result_width;
     int top, left;                     // the offsets of rows and columns
-    int first_row, first_column;       // of the result, where its first strip and piece begin: not above 0
+    int first_row, first_column;  // row and column of the result where the first strip and piece begin: 0 or less
 };
 
 // A thread's part of the images and of the result.
 template <class T, int K> struct Place {
-    int channel, image, row, column;  // row, column: of the result, where the part begins
+    int channel, image, row, column;  // row, column: position in the result where the part begins
     bool exists;
 
     __device__ Place(const Walk &walk, int item) {
@@ -44,10 +46,10 @@ template <class T, int K> struct Place {
     }
 };
 
-// The first item of a thread; the next one is gridDim.x times `items_of_block` further.
+// The first item of a thread; each following item is gridDim.x * `items_of_block` items further.
 __device__ inline int items_of_block(const Walk &walk) { return THREADS / walk.groups; }
 __device__ inline int first_item(const Walk &walk) {
-    const int own = threadIdx.x / walk.groups;  // threads that are left over have none
+    const int own = threadIdx.x / walk.groups;  // surplus threads have no item
     return own < items_of_block(walk) ? blockIdx.x * items_of_block(walk) + own : walk.items;
 }
 
@@ -56,7 +58,8 @@ __device__ inline int first_item(const Walk &walk) {
 template <class T, int CHANNELS, int COUNT, int STEP> struct Row {
     Vector<T, CHANNELS> pixel[(COUNT + STEP - 1) / STEP];
 
-    // `images`: the first pixel of the image, at the thread's channel. `column` is a multiple of STEP, or has pixels there.
+    // `images`: the first pixel of the image, at the thread's channel. Only columns that are multiples of STEP have
+    // pixels.
     __device__ void load(const T *images, int row, int column, int height, int width, int channels) {
         const bool has_row = row >= 0 && row < height;
 #pragma unroll
@@ -74,8 +77,8 @@ template <class T, int CHANNELS, int COUNT, int STEP> struct Row {
     }
 };
 
-// The order of a strip: in step i of PERIOD, row i of the images is read, which is row i - k of the window of result row
-// (i - k) / STRIDE. LIVE result rows are unfinished at a time; `slot` is where the row has its place among them.
+// The order of a strip: in step i of PERIOD, row i of the images is read, which is row i - k of the window of result
+// row (i - k) / STRIDE. LIVE result rows are unfinished at a time; `slot` is the index of a row's sums among these.
 template <int K, int STRIDE, int DILATION> struct Order {
     static constexpr int LIVE = (K + STRIDE - 1) / STRIDE, PERIOD = LIVE * STRIDE * DILATION;
     __device__ static constexpr bool has_row(int i, int k) { return (i - k + K * STRIDE) % STRIDE == 0; }
@@ -106,7 +109,7 @@ __device__ inline void convolve(const T *images, const float (&w)[K * K][CHANNEL
     const int first_row = place.row * STRIDE + walk.top, first_column = place.column * STRIDE + walk.left;
     const int steps = (walk.rows - 1) * STRIDE + K;
     images += size_t(place.image) * walk.height * walk.width * walk.channels + place.channel;
-    // Division rounds towards 0, so a row above the image must not become row 0.
+    // A row above the image must not become row 0, although division rounds towards 0.
     const auto row_at = [&](int step) { return first_row + step < 0 ? -1 : (first_row + step) / DILATION; };
     float sum[Steps::LIVE][COLUMNS][CHANNELS] = {};
     Row<T, CHANNELS, READ, DILATION> now, next;
@@ -180,8 +183,7 @@ __global__ void __launch_bounds__(THREADS, Piece<T, K>::BLOCKS) depthwise_forwar
     });
 }
 
-// dx, from dy.
-// Shapes: dy (N, OH, OW, C), w (C, K, K), dx (N, H, W, C). gridDim.x * items_of_block >= items.
+// Computes dx from dy. Shapes: dy (N, OH, OW, C), w (C, K, K), dx (N, H, W, C). gridDim.x * items_of_block >= items.
 template <class T, int K, int STRIDE>
 __global__ void __launch_bounds__(THREADS, Piece<T, K>::BLOCKS) depthwise_dgrad(const T *dy, const T *w, T *dx, Walk walk) {
     constexpr int CHANNELS = Piece<T, K>::CHANNELS;
@@ -194,7 +196,7 @@ __global__ void __launch_bounds__(THREADS, Piece<T, K>::BLOCKS) depthwise_dgrad(
     });
 }
 
-// y, and the moments of each channel of y as it is stored, over the items of each block, for `depthwise_moments`.
+// Computes y, and the moments of each channel of the rounded y over the items of each block, for `depthwise_moments`.
 // Shapes: x (N, H, W, C), w (C, K, K), y (N, OH, OW, C), parts (gridDim.x, C).
 template <class T, int K, int STRIDE>
 __global__ void __launch_bounds__(THREADS, Piece<T, K>::BLOCKS) depthwise_statistics(const T *x, const T *w, T *y, Moments *parts, Walk walk) {
@@ -235,10 +237,11 @@ __global__ void __launch_bounds__(THREADS, Piece<T, K>::BLOCKS) depthwise_statis
     }
 }
 
-constexpr int LANES = 32, SPLITS = 8;  // channels or weights, and threads that share one, in the two kernels that end sums
+// LANES: channels or weights of a block; SPLITS: threads that share one of them; for the two kernels that complete sums
+constexpr int LANES = 32, SPLITS = 8;
 
-// The sums of BatchNorm: zeros, squares of deviations, means.
-// Shapes: parts (num_parts, C), sums (3, C) fp32. gridDim.x * LANES >= C.
+// Computes the sums for a BatchNorm: zeros, squares of deviations, means. Shapes: parts (num_parts, C), sums (3, C)
+// fp32. gridDim.x * LANES >= C.
 __global__ void __launch_bounds__(LANES *SPLITS) depthwise_moments(const Moments *parts, float *sums, int num_parts,
                                                                    int channels) {
     __shared__ Moments of_split[SPLITS][LANES];
@@ -253,8 +256,8 @@ __global__ void __launch_bounds__(LANES *SPLITS) depthwise_moments(const Moments
     sums[2 * channels + channel] = all.mean;
 }
 
-// The gradient of the weights over the items of each block, for `depthwise_sum`.
-// Shapes: x (N, H, W, C), dy (N, OH, OW, C), parts (gridDim.x, C, K, K) fp32.
+// Computes the gradient of the weights over the items of each block, for `depthwise_sum`. Shapes: x (N, H, W, C), dy
+// (N, OH, OW, C), parts (gridDim.x, C, K, K) fp32.
 template <class T, int K, int STRIDE>
 __global__ void __launch_bounds__(THREADS, Piece<T, K>::BLOCKS) depthwise_wgrad(const T *x, const T *dy, float *parts, Walk walk) {
     using Steps = Order<K, STRIDE, 1>;
@@ -270,7 +273,7 @@ __global__ void __launch_bounds__(THREADS, Piece<T, K>::BLOCKS) depthwise_wgrad(
         const T *const images = x + size_t(place.image) * walk.height * walk.width * walk.channels + place.channel;
         const T *const gradients =
             dy + size_t(place.image) * walk.result_height * walk.result_width * walk.channels + place.channel;
-        const int end = min(place.row + walk.rows, walk.result_height);  // of the strip's rows of dy
+        const int end = min(place.row + walk.rows, walk.result_height);  // end of the strip's rows of dy
         float g[Steps::LIVE][COLUMNS][CHANNELS] = {};
         Row<T, CHANNELS, READ, 1> now, next;
         Row<T, CHANNELS, COLUMNS, 1> next_gradient;
@@ -324,8 +327,8 @@ __global__ void __launch_bounds__(THREADS, Piece<T, K>::BLOCKS) depthwise_wgrad(
     }
 }
 
-// sum = the parts, one after the other.
-// Shapes: parts (num_parts, size) fp32, sum (size). gridDim.x * LANES >= size.
+// sum = the sum of all parts, added one after the other. Shapes: parts (num_parts, size) fp32, sum (size). gridDim.x *
+// LANES >= size.
 template <class T>
 __global__ void __launch_bounds__(LANES *SPLITS) depthwise_sum(const float *parts, T *sum, int num_parts, int size) {
     __shared__ float of_split[SPLITS][LANES];

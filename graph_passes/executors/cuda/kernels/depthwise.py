@@ -9,11 +9,11 @@
     before    dy, weight -> ConvolutionDgrad        dy, x -> ConvolutionWgrad
     after     dy, weight -> DepthwiseDgrad          dy, x -> DepthwiseWgrad
 
-Each must move its images once. In elements, of two bytes in 16-bit types: x + y forward, also with the sums; dy + dx
-for the gradient of the data; x + dy for that of the weights. Each element of y takes K * K multiplications and
-additions, in fp32. By the data sheet of an H100 (3.35 TB/s; 132 multiprocessors of 128 fp32 lanes at 1.7 GHz), the
-4 bytes of an element of x and y take 1.2 ps at a stride of 1. Its arithmetic takes 0.3 ps for 3x3, 0.9 ps for 5x5 and
-1.7 ps for 7x7: 7x7 reaches 70 % of the speed of a copy at most. Not measured on a GPU yet.
+Each kernel must move its images once. It moves, in elements (two bytes in 16-bit types): x + y forward, also with the
+sums; dy + dx for the gradient of the data; x + dy for the gradient of the weights. Each element of y takes K * K
+multiplications and additions, in fp32. By the data sheet of an H100 (3.35 TB/s; 132 multiprocessors of 128 fp32 lanes
+at 1.7 GHz), the 4 bytes of an element of x and y take 1.2 ps at a stride of 1. Its arithmetic takes 0.3 ps for 3x3, 0.9
+ps for 5x5 and 1.7 ps for 7x7: 7x7 reaches 70 % of the speed of a copy at most. Not measured on a GPU yet.
 
 All sums are in a fixed order. Plain CUDA C++ for every GPU.
 """
@@ -41,19 +41,20 @@ from graph_passes.operators.convolution import CONVOLUTION, convolution_body
 KERNELS, STRIDES = (3, 5, 7), (1, 2)
 _CUDA = Declarations("depthwise.cu")
 THREADS, LANES, SPLITS = _CUDA.values("THREADS", "LANES", "SPLITS")
-MAX_GROUPS = 64  # of channels that a block works on
+MAX_GROUPS = 64  # most groups of channels that a block processes
 # Channels and columns of a thread, and blocks of a multiprocessor, by kernel size.
 CHANNELS, COLUMNS, BLOCKS = ({size: _CUDA.value(f"Piece<half, {size}>::{name}") for size in KERNELS}
                              for name in ("CHANNELS", "COLUMNS", "BLOCKS"))
-ROUNDS = 4  # of threads that the GPU has at least, if strips can be that short
-SHORTEST_STRIP = 2  # in windows: the rows between strips are read twice
+ROUNDS = 4  # least number of rounds of threads per GPU, if strips can be short enough
+SHORTEST_STRIP = 2  # shortest strip, in windows: neighbouring strips read the rows between them twice
 
 
-# --- where they can be ---
 
 
 def is_depthwise(convolution: Node) -> bool:
-    """Is it, or the convolution whose gradient it is, one that these kernels compute, as far as its filters tell?"""
+    """Whether these kernels support the convolution (or the convolution whose gradient this node is), judged by its
+    attributes.
+    """
     size = window(convolution)
     (rows, columns), stride = size.kernel, size.stride
     return (convolution["layout"] == "NHWC" and convolution["num_group"] == convolution["num_filter"] > 1
@@ -62,7 +63,7 @@ def is_depthwise(convolution: Node) -> bool:
 
 
 def depthwise_statistics(table: Candidates, sums: Candidate) -> Iterator[Node]:
-    """Yield the kernel's operator for the places where `sums` is a BatchNormStatistics."""
+    """Yield the kernel's operator for a BatchNormStatistics `sums`."""
     for convolution in table.makers(sums.input("data"), "Convolution"):
         if convolution["no_bias"] and sums["axis"] % 4 == channel_axis("NHWC") and is_depthwise(convolution.node):
             yield convolution.node.derive("DepthwiseStatistics", convolution.node.name, convolution.node.inputs)
@@ -81,8 +82,8 @@ class Walk(ctypes.Structure):
 class Depthwise:
     """How the kernels divide a result (N, OH, OW, C) among threads.
 
-    `images`: the shape of what is read; its pixels lie `dilation` apart. `offset`: the row and column of the images
-    where the result's first window begins.
+    `images`: the shape of the tensor that is read, whose pixels lie `dilation` apart. `offset`: the row and column of
+    the images where the result's first window begins.
     """
 
     kernel: int
@@ -95,13 +96,14 @@ class Depthwise:
 
     @property
     def first(self) -> tuple[int, int]:
-        """Row and column of the result where strips and pieces begin. In dilated images its window begins at
-        1 - kernel, which is even, where these have pixels."""
+        """Row and column of the result where strips and pieces begin. In dilated images the window of this position
+        begins at 1 - kernel. This is even, so the images have pixels there.
+        """
         return (0, 0) if self.dilation == 1 else (1 - self.kernel - self.offset[0], 1 - self.kernel - self.offset[1])
 
     @property
     def groups(self) -> int:
-        """How many groups of channels a block works on: all, or a part; all parts have equal size."""
+        """How many groups of channels a block processes: all groups, or a part; all parts have equal size."""
         groups = -(-self.result[3] // CHANNELS[self.kernel])
         return -(-groups // -(-groups // MAX_GROUPS))
 
@@ -119,7 +121,9 @@ class Depthwise:
                     *self.result[1:3], *self.offset, *self.first)
 
     def grid(self, blocks: int | None = None) -> Size:
-        """A thread for each item, or at most so many blocks of the same channels, whose threads have several."""
+        """The grid: a thread for each item, or at most `blocks` blocks for the same channels, whose threads process
+        several items.
+        """
         walk = self.walk
         needed = -(-walk.items // (THREADS // walk.groups))
         return (min(needed, blocks) if blocks else needed,
@@ -127,13 +131,14 @@ class Depthwise:
 
     @property
     def summing_grid(self) -> Size:
-        """Blocks that the GPU holds at once, each of which leaves a part of the sums."""
+        """The grid of kernels that sum: as many blocks as the GPU holds at once. Each block writes a part of the sums.
+        """
         parts = self.grid()[1]
         return self.grid(max(1, self.num_multiprocessors * BLOCKS[self.kernel] // parts))
 
 
 def _division(builder: Builder, node: Node, images: Buffer, result: Buffer, gradient: bool = False) -> Depthwise:
-    """Return the division of a convolution, or with `gradient` of the gradient of its data."""
+    """The division of a convolution; with `gradient`, the division of the gradient of its data."""
     channels = (node["data_shape"] if gradient else builder.shapes[node.input("data")])[3]
     require(channels == node["num_filter"] == node["num_group"], node,
             f"has {channels} channels in {node['num_group']} groups: its kernel takes as many")
@@ -159,7 +164,9 @@ def forward(builder: Builder, node: Node) -> None:
 
 
 def statistics(builder: Builder, node: Node) -> None:
-    """Blocks leave the moments of their part of the output, and a second launch combines these."""
+    """Launch the convolution with the sums of its output. Blocks write the moments of their part of the output, and a
+    second launch combines these moments.
+    """
     x, w, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
     division = _division(builder, node, x, y)
     channels, grid = y.shape[3], division.summing_grid
@@ -180,7 +187,7 @@ def dgrad(builder: Builder, node: Node) -> None:
 
 
 def wgrad(builder: Builder, node: Node) -> None:
-    """Blocks leave parts of the sums, and a second launch adds these up."""
+    """Launch the gradient of the weights. Blocks write parts of the sums, and a second launch adds these parts."""
     dy, x = builder.input(node, "out_grad"), builder.input(node, "data")
     dw = builder.output(node, shape=(dy.shape[3], *builder.shapes[Ref(node.name)][1:]))
     division = _division(builder, node, x, dy)

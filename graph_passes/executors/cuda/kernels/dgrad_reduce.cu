@@ -28,9 +28,9 @@ __device__ inline void load_weights(uint4 (&weights)[K / 64][COLUMNS * 8], const
     }
 }
 
-// Adds up N sums per column over a block's warps and then over all blocks of the same columns, like `reduce_parts`; `shared`
-// is its `of_part`. Each warp has OWN * 32 of the COLUMNS columns, from `column` on, in one of PARTS parts of the block's
-// rows.
+// Adds up N sums per column over a block's warps and then over all blocks of the same columns, like `reduce_parts`;
+// `shared` is the `of_part` of `reduce_parts`. Each warp has OWN * 32 of the COLUMNS columns, from `column` on, in one
+// of PARTS parts of the block's rows.
 template <int THREADS, int PARTS, int COLUMNS, int OWN, int N, class Finish>
 __device__ void reduce_columns(float (&sums)[OWN][N][VEC], int part, int column, float *shared, float *partials,
                                uint32 *tickets, int columns, Finish finish) {
@@ -51,13 +51,14 @@ __device__ void reduce_columns(float (&sums)[OWN][N][VEC], int part, int column,
     reduce_parts<THREADS, PARTS, N, COLUMNS>(shared, partials, tickets, columns, finish);
 }
 
-// A block works on 128 columns and walks over tiles of 64 rows. It has four warpgroups, in one team or in two. Teams have
-// their own tiles and do not wait for each other: one multiplies while the other finishes its tile. A team has STAGES slots:
-// one for the current tile, the others for tiles being loaded. A warpgroup computes QUARTERS * 32 of the columns.
+// A block works on 128 columns and walks over tiles of 64 rows. It has four warpgroups, in one team or in two. Teams
+// have their own tiles and do not wait for each other: one team can multiply while the other finishes its tile. A team
+// has STAGES slots: one slot for the current tile, the other slots for tiles being loaded. A warpgroup computes
+// QUARTERS * 32 of the columns.
 template <int K_, bool ADD_, bool PAIR_> struct Shape {
     static constexpr int K = K_, ADD = ADD_, PAIR = PAIR_, COLUMNS = 128, ROWS = 64, WARPS_M = 4;
-    // What fits into shared memory: two stages for each of two teams, or two or three stages for one team. Four stages for K
-    // = 64 were no faster on an H200.
+    // The numbers that fit into shared memory: two stages for each of two teams, or two or three stages for one team.
+    // Four stages for K = 64 were no faster on an H200.
     static constexpr int TEAMS = K == 128 && !PAIR ? 2 : 1, STAGES = TEAMS == 1 && K <= 128 ? 3 : 2;
     static constexpr int WARPS_N = 4 / TEAMS, QUARTERS = TEAMS, TEAM_THREADS = WARPS_M * WARPS_N * WARP;
     static constexpr int CHUNKS = K / 64, COLUMN_CHUNKS = COLUMNS / 64, THREADS = TEAMS * TEAM_THREADS;
@@ -77,11 +78,10 @@ template <class S> struct Shared {
 };
 
 // dz = dy * w, plus `addend` unless SECOND is NONE, masked by ReLU's bits in `mask`. Also computes the sums of
-// batch_norm_backward_reduce, or with PAIR of batch_norm_pair_backward_reduce. DROP is as there. The weights are (K, C),
-// which is OHWI.
-// Shapes: dy (rows, K); w (K, C); x, x_2, dz (rows, C); addend (rows, C) or (rows of the grid, C); mask (rows, C / 8) bytes;
-// saved (2, C), dgamma, dbeta (C) fp32, and those with _2; partials (gridDim.y, 2 + PAIR, or 4 with PAIR and DROP, C),
-// factors fp32; tickets (gridDim.x). columns = C.
+// batch_norm_backward_reduce, or with PAIR of batch_norm_pair_backward_reduce. DROP has the same meaning as in these
+// kernels. The weights are (K, C), which is OHWI. Shapes: dy (rows, K); w (K, C); x, x_2, dz (rows, C); addend (rows,
+// C) or (rows of the grid, C); mask (rows, C / 8) bytes; saved (2, C), dgamma, dbeta (C) fp32, likewise the operands
+// with _2; partials (gridDim.y, 2 + PAIR, or 4 with PAIR and DROP, C), factors fp32; tickets (gridDim.x). columns = C.
 template <class T, int K, SecondGradient SECOND, bool PAIR, bool DROP>
 __global__ void __launch_bounds__(Shape<K, SECOND != NONE, PAIR>::THREADS, 1)
 dgrad_reduce(const Packed<T> *dy, const T *w, const Packed<T> *x, const Packed<T> *x_2, const Packed<T> *addend,

@@ -31,13 +31,14 @@ from graph_passes.operators.convolution import CONVOLUTION
 from graph_passes.operators.dropout import FACTORS, dropping
 
 _CUDA = Declarations("dgrad_reduce.cu")
-_SHAPE = "Shape<64, false, false>"  # these constants are equal in all shapes
+_SHAPE = "Shape<64, false, false>"  # an instance of Shape; the constants read here are equal in all instances
 BLOCK: Size = (_CUDA.value(f"{_SHAPE}::THREADS"), 1, 1)
 TILE_ROWS = _CUDA.value(f"{_SHAPE}::ROWS")
 READ = "conv_grad", "weight", "data", "mask", "saved"
 WRITTEN = "masked_grad", "gamma_grad", "beta_grad"
-OUT_CHANNELS = (64, 128, 256)  # output channels of the convolution: chunks of 64 whose tiles fit into shared memory
-MIN_CHANNELS = _CUDA.value(f"{_SHAPE}::COLUMNS")  # fewest channels of its data
+# supported output channels of the convolution: chunks of 64 whose tiles fit into shared memory
+OUT_CHANNELS = (64, 128, 256)
+MIN_CHANNELS = _CUDA.value(f"{_SHAPE}::COLUMNS")  # fewest channels of the convolution's data
 PAIR = "BatchNormPairBackwardReduce"
 
 
@@ -49,12 +50,13 @@ def dgrad_reduce(table: Candidates, reduction: Candidate) -> Iterator[Node]:
 
 
 def reduced_gradients(table: Candidates, reduction: Candidate) -> Iterator[tuple[Node, Ref]]:
-    """The gradients of convolutions' data that the reduction reads, each with its tensor. A compact gradient can only
-    be the addend."""
+    """Yield the gradients of convolutions' data that the reduction reads, each with its tensor. A compact gradient is
+    left out, because the kernel can read it only as the addend.
+    """
     gradients = [reduction.input("out_grad")]
     if not reduction["single_grad"] and not reduction["grad_stride"]:
         gradients.append(reduction.input("out_grad_2"))
-    if len({*gradients}) < len(gradients):  # a tensor added to itself
+    if len({*gradients}) < len(gradients):  # the reduction adds a tensor to itself
         return
     for gradient in gradients:
         for dgrad in table.makers(gradient, "ConvolutionDgrad"):
@@ -63,7 +65,7 @@ def reduced_gradients(table: Candidates, reduction: Candidate) -> Iterator[tuple
 
 
 def fused(op: str, reduction: Node, dgrad: Node, gradient: Ref, **attrs: Any) -> Node:
-    """Both nodes as one; `gradient` is the tensor between them."""
+    """The fusion of both nodes as one node; `gradient` is the tensor between the two."""
     roles = ("data", "saved", "data_2", "saved_2") if reduction.op == PAIR else ("data", "saved")
     norms = [reduction.input(role) for role in roles]
     gradients = [reduction.input("out_grad")]
@@ -83,7 +85,7 @@ def reduce_body(b: Body) -> list[Any]:
 
 
 class DgradReduce:
-    """`dgrad_reduce`, for convolutions from at least 128 channels to `k` channels."""
+    """Geometry of `dgrad_reduce`, for convolutions from at least 128 channels to `k` channels."""
 
     COLUMNS = MIN_CHANNELS
 
@@ -100,8 +102,9 @@ class DgradReduce:
 
 
 def launch(builder: Builder, node: Node) -> None:
-    """Launch the gradient of a convolution's data, plus the residual's gradient, masked; and the sums of the BatchNorm
-    (and of its shortcut's) that made the data."""
+    """Launch the gradient of a convolution's data, plus the residual's gradient, masked. The launch also computes the
+    sums of the BatchNorm that made the data, and of the shortcut's BatchNorm if there is one.
+    """
     require_hopper(builder, node)
 
     def second(role: str) -> Buffer | None:

@@ -1,5 +1,6 @@
-// The gradient of a 1x1 convolution's input, with the sums of the BatchNorm backward pass that reads it. Computes what
-// dgrad_reduce.cu computes, with the design of conv1x1_forward.cuh: dy takes the place of x, and dz that of y.
+// The gradient of a 1x1 convolution's input, with the sums of the BatchNorm backward pass that reads it. The kernel
+// computes the same outputs as dgrad_reduce.cu, with the design of conv1x1_forward.cuh: dy replaces x, and dz replaces
+// y.
 #include "batch_norm.cuh"
 #include "conv1x1_forward.cuh"
 
@@ -20,7 +21,8 @@ struct Bits {
     __device__ uint32 packed_bits() const { return bytes[0] | bytes[1] << 8 | bytes[2] << 16 | bytes[3] << 24; }
 };
 
-// Like `Addends`, for an addend that has only the rows of a grid. All threads of the warp copy; missing rows become zeros.
+// Like `Addends`, for a compact addend, which has only the rows of a `Grid`. All threads of the warp copy; missing rows
+// become zeros.
 template <class T> struct CompactAddends {
     const Packed<T> *from;
     const Grid &grid;
@@ -56,13 +58,13 @@ template <class T> struct CompactAddends {
 };
 
 // dz = dy * w, plus `addend` unless SECOND is NONE, masked by ReLU's bits in `mask`. Also computes the sums of
-// batch_norm_backward_reduce. DROP is as there. With COMPACT the addend is `compact`.
-// Tiles of the tensor maps: dy and w (OHWI) 64 rows and 64 columns, the others 16 rows and 64 columns. gridDim.x blocks share
+// batch_norm_backward_reduce. DROP has the same meaning as there. With COMPACT the addend is `compact`. Tiles of the
+// tensor maps: dy and w (OHWI) 64 rows and 64 columns, all other tensors 16 rows and 64 columns. gridDim.x blocks share
 // the columns, gridDim.y the rows. After `Control`, shared memory has, in vectors: the weights, (chunks, PARTS) tiles;
-// `stages` tiles of dy for each team; for each MMA warp two parts of dz, `ahead` parts of x and `ahead` parts of the addend.
-// Shapes: dy (rows, K); w (K, C); x, addend, dz (rows, C); compact (rows of the grid, C); mask (rows, C / 8) bytes; saved (2,
-// C), dgamma, dbeta (C), partials (gridDim.y, 2, C), factors fp32; tickets (gridDim.x). columns = C; K fits into `chunks` of
-// 64 channels.
+// `stages` tiles of dy for each team; for each MMA warp two parts of dz, `ahead` parts of x and `ahead` parts of the
+// addend. Shapes: dy (rows, K); w (K, C); x, addend, dz (rows, C); compact (rows of the grid, C); mask (rows, C / 8)
+// bytes; saved (2, C), dgamma, dbeta (C), partials (gridDim.y, 2, C), factors fp32; tickets (gridDim.x). columns = C; K
+// fits into `chunks` of 64 channels.
 template <class T, SecondGradient SECOND, bool DROP>
 __global__ void __launch_bounds__(THREADS, 1)
 dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x,
@@ -74,7 +76,7 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
     constexpr int READ = 1 + ADD, SUMS = 2, ARRIVALS = 1 + (SECOND == WHOLE ? 1 : SECOND == COMPACT ? WARP : 0);
     extern __shared__ __align__(1024) uint4 memory[];
     Control &control = *reinterpret_cast<Control *>(memory);
-    float *const mean = control.bias;  // this convolution has no bias
+    float *const mean = control.bias;  // the place of the bias is free, because this convolution has no bias
     uint4 *const weights = memory + sizeof(Control) / VECTOR_BYTES;
     uint4 *const tiles_of_dy = weights + chunks * PARTS * TILE_VECTORS;
     uint4 *const all_results = tiles_of_dy + TEAMS * stages * TILE_VECTORS;
@@ -148,7 +150,8 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
                 uint4 *const dz_part = own_results + result.index * RESULT_VECTORS;
                 const int from = part.index * RESULT_VECTORS;
                 mbarrier_wait(arrived[part.index], part.phase);
-                if (lane == 0) tma_store_wait<1>();  // the store from this buffer, the last but one, is done
+                // wait for the store from this buffer, which is the last store but one
+                if (lane == 0) tma_store_wait<1>();
                 __syncwarp();
                 float of_rows[SUMS][16];  // sums over this thread's two rows
 #pragma unroll

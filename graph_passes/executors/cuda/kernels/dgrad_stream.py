@@ -1,5 +1,5 @@
-"""The gradient of a 1x1 convolution's data, with the sums of the BatchNorm + add + ReLU that made the data. For
-convolutions with more output channels than `dgrad_reduce` takes; not for pairs of BatchNorms.
+"""The gradient of a 1x1 convolution's data, with the sums of the BatchNorm + add + ReLU that made the data. This kernel
+is for convolutions with more output channels than `dgrad_reduce` supports. It does not support pairs of BatchNorms.
 
     before    dy, weight -> ConvolutionDgrad -> dx;  dx, addend, x, mask -> BatchNormAddReluBackwardReduce `b`
     after     dy, weight, addend, x, mask -> DgradStream `b` -> dgamma, dbeta, dz
@@ -47,7 +47,7 @@ from graph_passes.operators import Operator
 from graph_passes.operators.base import SECOND_GRAD
 from graph_passes.operators.dropout import FACTORS
 
-# Fewest output channels of the convolution; below, dgrad_reduce is faster (docs/performance.md).
+# Supported output channels of the convolution. For fewer channels dgrad_reduce is faster (docs/performance.md).
 STREAM_CHANNELS = range(129, 512 + 1)
 
 
@@ -65,7 +65,7 @@ class DgradStream:
     each warp two parts of its output and `ahead` parts of each of `read` input tensors (at most two)."""
 
     COLUMNS = MIN_CHANNELS
-    PLACE_BYTES = TEAMS * TILE_ROWS * CHUNK_BYTES  # one stage of each team, or one part of each warp
+    PLACE_BYTES = TEAMS * TILE_ROWS * CHUNK_BYTES  # bytes of one stage of each team, which equal one part of each warp
 
     k: int
     read: int
@@ -80,8 +80,9 @@ class DgradStream:
 
     @property
     def ahead(self) -> int:
-        """Parts read ahead: as many as leave enough stages, which is two or half a tile of dy. With one, there are
-        always enough."""
+        """Number of parts of x and of the addend that are read ahead: as many as leave enough stages, namely two stages
+        or half a tile of dy. One part always leaves enough.
+        """
         enough = (3, 4), (2, max(2, self.chunks // 2)), (1, 2)
         return next(ahead for ahead, stages in enough if self._stages(ahead) >= stages)
 

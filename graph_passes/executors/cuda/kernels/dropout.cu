@@ -1,4 +1,5 @@
-// Dropout of whole images (stochastic depth, per sample) and of single elements. A seed alone decides which ones are dropped.
+// Dropout of whole images (stochastic depth, per sample) and of single elements. The seed alone determines which images
+// or elements are dropped.
 //
 // An image or element is kept if its random word is at least `threshold` = p * 2^32, and is then multiplied by `scale` = 1 /
 // (1 - p).
@@ -10,12 +11,11 @@ constexpr int MAX_DROPOUTS = 128;  // limit of per-image Dropouts in a network
 struct Rates {
     uint32 threshold[MAX_DROPOUTS];
     float scale[MAX_DROPOUTS];
-    uint32 number[MAX_DROPOUTS];  // number of each Dropout: gives it random bits of its own
+    uint32 number[MAX_DROPOUTS];  // number of each Dropout, which gives each Dropout its own random bits
 };
 
-// Computes the factor of each image in each Dropout. One thread per factor. With `per_batch` all images have the factor of
-// the first.
-// Shapes: seed (2); factors (dropouts, N) fp32, with images = N.
+// Computes the factor of each image in each Dropout. One thread per factor. With `per_batch` all images have the factor
+// of the first image. Shapes: seed (2); factors (dropouts, N) fp32, with images = N.
 __global__ void dropout_factors(const uint32 *seed, float *factors, Rates rates, uint32 dropouts, uint32 images, bool per_batch) {
     const uint32 at = blockIdx.x * blockDim.x + threadIdx.x, row = at / images;
     if (row >= dropouts) return;
@@ -23,8 +23,8 @@ __global__ void dropout_factors(const uint32 *seed, float *factors, Rates rates,
     factors[at] = word >= rates.threshold[row] ? rates.scale[row] : 0;
 }
 
-// y = x times its image's factor; `first` is the index of the first image's factor. y may alias x.
-// Shapes: x, y (N, H*W*C / 8) vectors; factors (dropouts, N) fp32. vectors: of all of x; image_vectors = H*W*C / 8.
+// y = x times its image's factor; `first` is the index of the first image's factor. y may alias x. Shapes: x, y (N,
+// H*W*C / 8) vectors; factors (dropouts, N) fp32. vectors: number of vectors of x; image_vectors = H*W*C / 8.
 template <class T>
 __global__ void dropout_images(const Packed<T> *x, const float *factors, Packed<T> *y, uint32 first, uint32 vectors,
                                uint32 image_vectors) {
@@ -38,8 +38,7 @@ __global__ void dropout_images(const Packed<T> *x, const float *factors, Packed<
     y[at] = pack<T>(v);
 }
 
-// y = x * scale where the element is kept, else 0. y may alias x.
-// Shapes: seed (2); x, y (8 * vectors).
+// y = x * scale if the element is kept, otherwise 0. y may alias x. Shapes: seed (2); x, y (8 * vectors).
 template <class T>
 __global__ void dropout_elements(const Packed<T> *x, const uint32 *seed, Packed<T> *y, uint32 threshold, float scale,
                                  uint32 number, uint32 vectors) {

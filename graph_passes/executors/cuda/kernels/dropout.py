@@ -1,5 +1,6 @@
-"""Dropout: factors drawn for whole images and the products with them; single elements are drawn where they are
-multiplied."""
+"""Dropout: factors for whole images, and the products with these factors. For Dropouts of single elements, one kernel
+draws and multiplies.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +43,9 @@ def drops(node: Node) -> bool:
 
 
 def factors_of(builder: Builder, node: Node, rows: int) -> tuple[Any, Any, Any]:
-    """Arguments for kernels that include this product: all factors, the index of the first image's factor, and how many
-    of the `rows` an image has. A null pointer for a node without factors."""
+    """Arguments of kernels that include the product with stochastic-depth factors: all factors, the index of the first
+    image's factor, and the number of `rows` per image. A null pointer for a node without factors.
+    """
     if not drops(node):
         return In(None), count(0), count(1)
     given = builder.input(node, "factors")

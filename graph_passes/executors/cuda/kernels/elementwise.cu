@@ -2,10 +2,10 @@
 // BatchNorm.
 #include "common.cuh"
 
-// y (pixels, to_channels) = x (pixels, from_channels), converted; additional channels are 0. RGB images become 4-channel
-// images, which cuDNN's tensor-core kernels can load. With one channel a pixel, a conversion of each element. One thread per
-// pixel.
-// Shapes: x (rows, from_channels), y (rows, to_channels); pixels = rows = N*H*W.
+// y (pixels, to_channels) = x (pixels, from_channels), converted; additional channels are 0. RGB images become
+// 4-channel images, which cuDNN's tensor-core kernels can load. With one channel per pixel, the kernel converts an
+// array of elements. One thread per pixel. Shapes: x (rows, from_channels), y (rows, to_channels); pixels = rows =
+// N*H*W.
 template <class From, class T>
 __global__ void convert_input(const From *x, T *y, int64_t pixels, int from_channels, int to_channels) {
     const int64_t pixel = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -14,9 +14,9 @@ __global__ void convert_input(const From *x, T *y, int64_t pixels, int from_chan
         y[pixel * to_channels + c] = from_float<T>(c < from_channels ? to_float(x[pixel * from_channels + c]) : 0);
 }
 
-// Mixup (Zhang et al., arXiv:1710.09412), in place: image i of n becomes lambda * image[i] + (1 - lambda) * image[n - 1 - i].
-// One thread mixes 4 elements of such a pair; `size` is the number of elements of an image.
-// Shapes: images (N, H*W*C), with size = H*W*C; gridDim.x is a multiple of ceil(N / 2).
+// Mixup (Zhang et al., arXiv:1710.09412), in place: image i of n becomes lambda * image[i] + (1 - lambda) * image[n - 1
+// - i]. One thread mixes 4 elements of a pair of images; `size` is the number of elements of an image. Shapes: images
+// (N, H*W*C), with size = H*W*C; gridDim.x is a multiple of ceil(N / 2).
 template <class T>
 __global__ void mix_images(T *images, int64_t size, int num_images, float lambda) {
     struct alignas(4 * sizeof(T)) Four { T value[4]; };
@@ -36,9 +36,9 @@ __global__ void mix_images(T *images, int64_t size, int num_images, float lambda
     *last = b;
 }
 
-// CutMix (Yun et al., arXiv:1905.04899): exchanges a box of image i of n with that of image n - 1 - i, in place. One thread
-// exchanges one pixel of such a pair. With an odd n, the middle image stays as it is.
-// Shapes: images (N, H, W, CHANNELS), the box in pixels; gridDim.x is a multiple of ceil(N / 2).
+// CutMix (Yun et al., arXiv:1905.04899): exchanges the box of image i of n with the box of image n - 1 - i, in place.
+// One thread exchanges one pixel of a pair of images. With an odd n, the middle image is unchanged. Shapes: images (N,
+// H, W, CHANNELS), the box in pixels; gridDim.x is a multiple of ceil(N / 2).
 template <class T, int CHANNELS>
 __global__ void exchange_boxes(T *images, int num_images, int height, int width, int top, int left, int bottom,
                                int right) {

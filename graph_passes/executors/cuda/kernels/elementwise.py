@@ -20,7 +20,7 @@ from graph_passes.passes.conv_epilogue import in_two
 
 
 def bias_alone(table: Candidates, fused: Candidate) -> Iterator[Node]:
-    """Yield a launch for the bias and what is fused with it, after a convolution without bias."""
+    """Yield a convolution without bias, and a node of its own for the bias and the operations fused with it."""
     if not fused["no_bias"]:
         product, end = in_two(fused.node, f"{fused.node.name}_product")
         yield end.replace(inputs=(table.add(product).output("output"), *end.inputs[1:]))
@@ -28,7 +28,8 @@ def bias_alone(table: Candidates, fused: Candidate) -> Iterator[Node]:
 
 def add(builder: Builder, node: Node) -> None:
     a, b = builder.input(node, "lhs"), builder.input(node, "rhs")
-    y = builder.output(node, shape=a.shape if builder.has_one_form(node.inputs[0]) else None)  # parts of a gradient
+    # the operands may be parts of a gradient
+    y = builder.output(node, shape=a.shape if builder.has_one_form(node.inputs[0]) else None)
     vectors = whole_vectors(y)
     builder.launch(node, "elementwise.cu", builder.kernel("add"), *threads(vectors), In(a), In(b), Out(y, over=a),
                    count(vectors))
@@ -45,12 +46,12 @@ def bias(builder: Builder, node: Node) -> None:
 
 
 def same_memory(builder: Builder, node: Node) -> None:
-    """Nothing is launched: the memory is read with the other shape from now on."""
+    """Launch nothing: the output is the input's memory, read with the other shape."""
     builder.share(node)
 
 
 def zeros(builder: Builder, node: Node) -> None:
-    """The gradient starts as zeros."""
+    """Launch the clearing of a gradient, which starts as zeros."""
 
 
 def initial_zeros(builder: Builder, node: Node) -> None:

@@ -7,14 +7,15 @@
 
 constexpr int VECTOR = 16;  // channels of 16 bytes
 
-// `cp_async_zfill` through the L1 cache: the taps of a window find most pixels there.
+// Like `cp_async_zfill`, but through the L1 cache, in which the taps of a window find most pixels.
 __device__ inline void cp_async_zfill_l1(uint4 *to, const void *from, bool there) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;"
                  :: "r"(uint32(__cvta_generic_to_shared(to))), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 
-// Groups of integer products of tiles in the layout of warpgroup.cuh. On Hopper they are wgmma: asynchronous, with operands
-// in shared memory. Elsewhere (sm_80 and newer) each warp loads its operands and multiplies at once.
+// Groups of integer products of tiles in the layout of warpgroup.cuh. On Hopper these are wgmma instructions:
+// asynchronous, with operands in shared memory. On other GPUs (sm_80 and newer) each warp loads its operands and
+// multiplies immediately.
 //
 // `int8_mma`: c += a * b, exact. a is (64, 32) and b (columns, 32), both K-major; c[j] is laid out as in warpgroup.cuh.
 #define INTEGERS(c, j) "+r"(c[j][0]), "+r"(c[j][1]), "+r"(c[j][2]), "+r"(c[j][3])
@@ -133,9 +134,9 @@ __device__ inline int filter_of(int column) {
     return column / 64 * 64 + column % 8 / 2 * VECTOR + column % 64 / 8 * 2 + column % 2;
 }
 
-// The epilogue of a thread's rows: requantises, adds a shortcut, applies ReLU and stores. Among a warpgroup's 64 rows a
-// thread has two, 8 apart, and of each 64 columns 16 neighbouring ones.
-// Shapes: multiplier (K) fp32; bias (K) int32; addend (rows, K) int8; y (rows, K), int8 or of the type T. filters = K.
+// The epilogue of a thread's rows: requantises, adds a shortcut, applies ReLU and stores. A thread has two of a
+// warpgroup's 64 rows, which are 8 apart, and 16 neighbouring columns of each 64 columns. Shapes: multiplier (K) fp32;
+// bias (K) int32; addend (rows, K) int8; y (rows, K), int8 or of the type T. filters = K.
 template <class T, int COLUMNS, bool ADD, bool RELU> struct Results {
     static constexpr int SPANS = COLUMNS / 64;
     const float *multiplier;
@@ -147,7 +148,7 @@ template <class T, int COLUMNS, bool ADD, bool RELU> struct Results {
     bool there[2];
     uint4 added[ADD ? SPANS : 1][2];
 
-    // Starts these loads before the products, to overlap with them.
+    // Called before the products, so that these loads overlap with the products.
     __device__ void load_addends(const uint4 *addend) {
 #pragma unroll
         for (int span = 0; span < SPANS; ++span)

@@ -2,8 +2,8 @@
 // a fixed order.
 #include "common.cuh"
 
-constexpr int WARPS = 8;  // of a block, a row each
-constexpr int THREADS = 256;  // of a block of layer_norm_sums
+constexpr int WARPS = 8;  // warps of a block; each warp processes a row
+constexpr int THREADS = 256;  // threads of a block of layer_norm_sums
 
 __device__ inline float warp_sum(float v) {
 #pragma unroll
@@ -11,7 +11,8 @@ __device__ inline float warp_sum(float v) {
     return v;
 }
 
-// Mean and 1 / sqrt(variance + eps) of a row: the variance from the distances to the mean, which loses no digits.
+// Mean and 1 / sqrt(variance + eps) of a row: the variance is computed from the distances to the mean, which loses no
+// digits.
 template <class T> __device__ inline float2 row_statistics(const T *row, uint32 channels, float eps, int lane) {
     float sum = 0, squares = 0;
     for (uint32 c = lane; c < channels; c += WARP) sum += to_float(row[c]);
@@ -23,8 +24,9 @@ template <class T> __device__ inline float2 row_statistics(const T *row, uint32 
     return {mean, rsqrtf(warp_sum(squares) / channels + eps)};
 }
 
-// y = (x - mean) / deviation * gamma + beta. Mean and deviation, sqrt(variance + eps), are written where they are wanted.
-// Shapes: x, y (rows, channels); gamma, beta (channels) fp32; means fp32 and deviations (rows). gridDim.x * WARPS >= rows.
+// y = (x - mean) / deviation * gamma + beta. Mean and deviation, sqrt(variance + eps), are written if their pointers
+// are not null. Shapes: x, y (rows, channels); gamma, beta (channels) fp32; means fp32 and deviations (rows). gridDim.x
+// * WARPS >= rows.
 template <class T>
 __global__ void __launch_bounds__(WARPS *WARP) layer_norm(const T *x, const float *gamma, const float *beta, T *y, float *means,
                                                           T *deviations, float eps, uint32 rows, uint32 channels) {
@@ -41,8 +43,8 @@ __global__ void __launch_bounds__(WARPS *WARP) layer_norm(const T *x, const floa
     }
 }
 
-// dx, and the statistics of each row for `layer_norm_sums`.
-// Shapes: dy, x, dx (rows, channels); gamma (channels) fp32; statistics (rows) pairs of fp32. gridDim.x * WARPS >= rows.
+// Computes dx, and the statistics of each row for `layer_norm_sums`. Shapes: dy, x, dx (rows, channels); gamma
+// (channels) fp32; statistics (rows) pairs of fp32. gridDim.x * WARPS >= rows.
 template <class T>
 __global__ void __launch_bounds__(WARPS *WARP) layer_norm_backward(const T *dy, const T *x, const float *gamma, T *dx,
                                                                    float2 *statistics, float eps, uint32 rows,

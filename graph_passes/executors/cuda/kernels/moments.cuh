@@ -1,4 +1,4 @@
-// Mean and variance combined from parts: Chan, Golub and LeVeque, 'Algorithms for computing the sample variance', The
+// Combines mean and variance from parts: Chan, Golub and LeVeque, 'Algorithms for computing the sample variance', The
 // American Statistician 37, 1983.
 #pragma once
 #include "common.cuh"
@@ -19,7 +19,7 @@ struct Moments {
     }
 };
 
-// Combines at(first), at(first + step), ... in this fixed order; IN_FLIGHT of them are in flight.
+// Combines at(first), at(first + step), ... in this fixed order; IN_FLIGHT loads are in flight.
 template <int IN_FLIGHT = 8, class At> __device__ Moments combine(int first, int end, int step, At at) {
     float pivot = 0, count = 0, sum = 0, sum_of_squares = 0;
 #pragma unroll IN_FLIGHT
@@ -34,14 +34,13 @@ template <int IN_FLIGHT = 8, class At> __device__ Moments combine(int first, int
     return Moments::from_sums(pivot, count, sum, sum_of_squares);
 }
 
-// The epilogue of a kernel in which gridDim.y blocks share the rows and gridDim.x the columns. `of_part`, in shared memory,
-// has the moments of the block's COLUMNS columns, from `first` on, over `parts` parts of its rows. Each block writes its
-// combined moments to `partials`. The last block of these columns to arrive combines the moments of all blocks, in a fixed
-// order, and writes them as BatchNorm reads them.
-// No later work hides these reads, so they are contiguous and IN_FLIGHT are in flight. Called by the first THREADS threads of
-// a block; `sync` is their barrier.
-// Shapes: of_part (max(parts, THREADS / COLUMNS), COLUMNS), sums (3, columns); partials: 3 * gridDim.y * columns floats,
-// tickets (gridDim.x).
+// The epilogue of a kernel in which gridDim.y blocks share the rows and gridDim.x the columns. `of_part`, in shared
+// memory, has the moments of the block's COLUMNS columns, from `first` on, over `parts` parts of its rows. Each block
+// writes its combined moments to `partials`. The last block of these columns to arrive combines the moments of all
+// blocks, in a fixed order, and writes them in the layout that BatchNorm reads. No later work hides the reads of this
+// block, so they are contiguous, and IN_FLIGHT reads are in flight. The first THREADS threads of a block call this
+// function; `sync` is the barrier of these threads. Shapes: of_part (max(parts, THREADS / COLUMNS), COLUMNS), sums (3,
+// columns); partials: 3 * gridDim.y * columns floats, tickets (gridDim.x).
 template <int COLUMNS, int THREADS, class Sync>
 __device__ inline void finish_column_moments(Moments *of_part, int parts, int first, int columns, float *partials,
                                              uint32 *tickets, float *sums, Sync sync) {
@@ -85,10 +84,10 @@ __device__ inline void finish_column_moments(Moments *of_part, int parts, int fi
     sums[2 * columns + n] = all.mean;
 }
 
-// The epilogue of a kernel that has left the moments of each filter in the first `own` parts of `of_part`. Each block writes
-// its combined moments to `partials` (gridDim.x, FILTERS). The last block to arrive combines the moments of all blocks, in a
-// fixed order, and writes `sums` (3, FILTERS) as BatchNorm reads them. `tickets` has one element. Called by the first PARTS *
-// FILTERS threads of a block; `sync` is their barrier.
+// The epilogue of a kernel that has left the moments of each filter in the first `own` parts of `of_part`. Each block
+// writes its combined moments to `partials` (gridDim.x, FILTERS). The last block to arrive combines the moments of all
+// blocks, in a fixed order, and writes `sums` (3, FILTERS) in the layout that BatchNorm reads. `tickets` has one
+// element. The first PARTS * FILTERS threads of a block call this function; `sync` is the barrier of these threads.
 template <int PARTS, int FILTERS, class Sync = BlockBarrier>
 __device__ inline void finish_moments(Moments (&of_part)[PARTS][FILTERS], int own, Moments *partials, uint32 *tickets, float *sums,
                                       Sync sync = {}) {

@@ -2,9 +2,9 @@
 //
 //     dx = BatchNorm backward of dz;  dw = dx^T * input;  out = dx * w, masked by the earlier ReLU, with its sums
 //
-// dx, the gradient between BatchNorm and convolution, stays in shared memory and is never stored. With 128 input channels,
-// one block has too few registers for the gradient of all weights: a cluster of two blocks then splits the K output channels
-// in halves.
+// dx, the gradient between BatchNorm and convolution, stays in shared memory and is never stored. With 128 input
+// channels, one block has too few registers for the gradient of all weights: so a cluster of two blocks splits the K
+// output channels in halves.
 #include "batch_norm.cuh"
 #include "pipeline.cuh"
 
@@ -30,7 +30,8 @@ template <int K_, int COLUMNS_> struct Shape {
     static constexpr int PARTS = GROUP_WARPS / CHUNKS, CHUNKS_PER_GROUP = (CHUNKS + 1) / 2;
     static constexpr int STAGES = BLOCKS == 1 ? 3 : 2;
     static constexpr int IN_FLIGHT = BLOCKS == 1 ? 4 : 2;  // vectors of dz and of x that a thread loads before it uses them
-    static constexpr int INPUT_ROWS = WEIGHT_WARPS / COLUMN_CHUNKS * WARP_ROWS;  // rows that the wgrad warps normalise at once
+    // rows that the wgrad warps normalise at a time
+    static constexpr int INPUT_ROWS = WEIGHT_WARPS / COLUMN_CHUNKS * WARP_ROWS;
     // Registers per thread after setmaxnreg; the launch gives 128 to each.
     static constexpr int REGS_NORM = BLOCKS == 1 ? 120 : 80, REGS_DGRAD = 112, REGS_WGRAD = BLOCKS == 1 ? 136 : 160;
     static_assert(CHUNKS * PARTS == GROUP_WARPS && PIECES % PARTS == 0 && INPUT_ROWS % 8 == 0, "the work is split evenly");
@@ -55,16 +56,16 @@ template <class S> struct Shared {
     // all readers of the stage are done.
     uint64 full[S::STAGES][PIECES], prepared[S::STAGES], empty[S::STAGES];
     uint64 x_full[GROUP_WARPS][X_SLOTS];
-    // arrived: `received` is filled. read: the other block has read what this block sent. Each has one phase per tile, and no
-    // waiter can miss a phase: `arrived` of the next tile completes only after all warps of this block have read `received`,
-    // and `read` only after they have sent again.
+    // arrived: `received` is filled. read: the other block has read what this block sent. Both barriers have one phase
+    // per tile. No waiter can miss a phase: `arrived` of the next tile completes only after all warps of this block
+    // have read `received`, and `read` of the next tile completes only after these warps have sent again.
     uint64 arrived, read;
 };
 
-// This block's weights (K, COLUMNS) in shared memory, with the block's own columns first. Each 32 columns are stored in the
-// order of `load_weights` of dgrad_reduce.cu. All threads take part except those of warpgroup 1. The weights and the
-// parameters of the earlier BatchNorm are requested before the first tiles: requested after them, they arrive 4 microseconds
-// later.
+// This block's weights (K, COLUMNS) in shared memory, with the block's own columns first. Each 32 columns are stored in
+// the order of `load_weights` of dgrad_reduce.cu. All threads take part except the threads of warpgroup 1. The weights
+// and the parameters of the earlier BatchNorm are requested before the first tiles; if the tiles are requested first,
+// the weights arrive 4 microseconds later.
 template <class T, class S> struct Weights {
     static constexpr int LOADING_THREADS = THREADS - GROUP, ROW = S::COLUMNS / VEC, ALL = S::K * ROW;
     uint4 own[(ALL + LOADING_THREADS - 1) / LOADING_THREADS];
@@ -98,10 +99,10 @@ __device__ inline float sum_over_rows(float (&v)[VEC], int lane) {
 }
 __device__ inline int own_column(int lane) { return lane / 4 % 2 * 4 + lane / 8 % 2 * 2 + lane / 16; }
 
-// Barrier of the dgrad warpgroup alone. The other warpgroups are done by then.
+// Barrier of the dgrad warpgroup alone, for the end of the kernel, when the other warpgroups are done.
 constexpr NamedBarrier<2, GROUP> sync_group{};
 
-// What a block has to do, and a thread's place in it.
+// The work of a block, and the place of a thread in its block.
 struct Work {
     uint32 rows, tiles, rank, first_channel;  // rank: in the cluster; first_channel: first of the block's output channels
     int lane, warp, warp_m;                   // warp_m: number of the warp in its warpgroup
@@ -111,8 +112,8 @@ struct Work {
           warp(warp_index()), warp_m(warp % GROUP_WARPS) {}
 };
 
-// A BatchNorm: what its forward pass saved, its parameters and their gradients. The later one's gradients are read, the
-// earlier one's are written. Without ReLU, beta is null.
+// A BatchNorm: what its forward pass saved, its parameters and their gradients. The gradients of the later BatchNorm
+// are read, the gradients of the earlier BatchNorm are written. Without ReLU, beta is null.
 template <class Gradient> struct NormOf {
     const float *saved, *gamma, *beta;
     Gradient *dgamma, *dbeta;
@@ -120,7 +121,7 @@ template <class Gradient> struct NormOf {
 using LaterNorm = NormOf<const float>;
 using EarlierNorm = NormOf<float>;
 
-// The later BatchNorm's stochastic depth (`drop_factor`).
+// Stochastic depth of the later BatchNorm: the arguments of `drop_factor`.
 struct Drop { const float *factors; uint32 first_factor, pixels; };
 
 template <class S, bool REDUCE> __device__ inline void init_barriers(Shared<S> &shared) {
@@ -160,7 +161,7 @@ __device__ inline void load_pieces(Shared<S> &shared, const TensorMap &dz, const
 
 // --- warpgroup 1 ---
 
-// Overwrites dz by dx, piece by piece, and loads x for that.
+// Overwrites dz by dx, piece by piece, and loads the x that this needs.
 template <class T, class S, bool RELU, bool DROP>
 __device__ inline void compute_dx(Shared<S> &shared, const TensorMap &x, const LaterNorm &norm, const Drop &drop,
                                   const Work &work) {
@@ -309,8 +310,8 @@ __device__ inline void compute_dgrad(Shared<S> &shared, const Packed<T> *prev, P
     const uint32 arrived_there = cluster_address(&shared.arrived, other), read_there = cluster_address(&shared.read, other);
     const uint64 own_weights = smem_desc(shared.weights[0][0]);
     const uint64 others_weights = smem_desc(shared.weights[0][S::COLUMN_CHUNKS - 1]);
-    // One GEMM. Descriptors are computed by addition: with a call of `smem_desc` for each, the compiler keeps 16 of them and
-    // runs out of registers.
+    // Computes one GEMM. Descriptors are computed by addition: with a call of `smem_desc` for each descriptor, the
+    // compiler keeps 16 descriptors in registers and runs out of registers.
     const auto multiply = [](float (&products)[PRODUCTS][4], uint64 tile, uint64 weights) {
 #pragma unroll
         for (int s = 0; s < STEPS; ++s)
@@ -327,7 +328,8 @@ __device__ inline void compute_dgrad(Shared<S> &shared, const Packed<T> *prev, P
         const uint64 of_dz = smem_desc(stage.dz[0]);
         if (EXCHANGES && thread == 0) arrive_expect_tx(shared.arrived, sizeof(shared.received));
         mbarrier_wait(shared.prepared[pipe.index], pipe.phase);
-        wgmma_fence_operand(own);  // keeps the compiler from touching `own` between the two GEMMs: the second would wait for it
+        // keeps the compiler from touching `own` between the two GEMMs, because the second GEMM would wait for that
+        wgmma_fence_operand(own);
         wgmma_fence();
         if (EXCHANGES) multiply(others, of_dz, others_weights);
         multiply(own, of_dz, own_weights);
@@ -342,7 +344,7 @@ __device__ inline void compute_dgrad(Shared<S> &shared, const Packed<T> *prev, P
                     const uint32 row = first_row + r * 8;
                     read[q][r] = prev[(row < work.rows ? row * (S::COLUMNS / VEC) : 0) + (column + q * 32) / VEC];
                 }
-        if (EXCHANGES) {  // sends the other block's half while the own half is multiplied
+        if (EXCHANGES) {  // sends the other block's half while this block's own half is multiplied
             wgmma_wait<1>();
             wgmma_fence_operand(others);
             mbarrier_wait(shared.read, parity ^ 1);  // the first tile does not wait
@@ -401,7 +403,7 @@ __device__ inline void compute_dgrad(Shared<S> &shared, const Packed<T> *prev, P
         }
     }
     if (REDUCE) {
-        sync_group();  // `received` can be reused: the other block's data for the last tile has arrived
+        sync_group();  // `received` can be reused from here on: the other block's data for the last tile has arrived
         float *const of_warp = reinterpret_cast<float *>(shared.received) + warp_m * 2 * OWN_COLUMNS;
 #pragma unroll
         for (int j = 0; j < 2; ++j)
@@ -473,7 +475,7 @@ norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ Tens
     }
     setmaxnreg_dec<S::REGS_DGRAD>();
     compute_dgrad<T, S, REDUCE>(shared, prev, out, earlier, partials, tickets, work);
-    cluster_sync();  // until here the other block may still signal `read`
+    cluster_sync();  // the other block may still signal `read` until here
 }
 
 // sum[i] = sum over `parts` of part[i], always in the same order. Each sum of 8 neighbouring elements is shared by 16

@@ -10,8 +10,8 @@ If `data` is BatchNorm + ReLU of `x_2`, the node includes the first half of that
     after     dz, x, x_2, weight -> NormBackwardReduce `dw` -> dw, dz_2, dgamma, dbeta
               dz_2, ... -> BatchNormBackwardApply `b`
 
-The wide gradient dx is not written. With stochastic depth after a BatchNorm, its gradient is multiplied by `factors`.
-The kernel is for 16-bit types and Hopper GPUs.
+The wide gradient dx is not written. With stochastic depth after a BatchNorm, the BatchNorm's gradient is multiplied by
+`factors`. The kernel is for 16-bit types and Hopper GPUs.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from graph_passes.operators.dropout import FACTORS, dropping
 
 _CUDA = Declarations("norm_backward.cu")
 BLOCK: Size = (_CUDA.value("THREADS"), 1, 1)
-# The convolution's input channels -> its output channels. The registers of one or two blocks hold the gradient of its
-# weights.
+# The convolution's input channels -> its possible output channels. With these numbers the registers of one or two
+# blocks hold the gradient of the weights.
 CHANNELS = {64: (64, 128, 256), 128: (128, 256, 512)}
 
 
@@ -56,7 +56,8 @@ def norm_backward(table: Candidates, apply: Candidate) -> Iterator[Node]:
         if not is_product(dgrad.node) or dgrad["num_filter"] not in channels:
             continue
         for wgrad in table.readers(gradient, "ConvolutionWgrad"):
-            if is_product(wgrad.node):  # where the gradient of the data is compact, the node still has the stride
+            # if the gradient of the data is compact, the node still has the convolution's stride
+            if is_product(wgrad.node):
                 yield from _forms(table, apply.node, dgrad, wgrad)
 
 
@@ -89,8 +90,10 @@ def _body(b: Body, reduces: bool) -> list[Any]:
 
 
 class NormBackward:
-    """`norm_backward`, for convolutions from 64 channels to `k`; or from 128, with clusters of two blocks that have
-    half of the `k` channels each. A block's part of the weights' gradient fits into its registers."""
+    """Geometry of `norm_backward`, for convolutions from 64 or 128 channels to `k` channels. With 128 channels, each of
+    the two blocks of a cluster has half of the `k` channels. A block's part of the weights' gradient fits into the
+    block's registers.
+    """
 
     def __init__(self, k: int, columns: int) -> None:
         self._shape = f"Shape<{k}, {columns}>"
@@ -109,8 +112,9 @@ class NormBackward:
 
 
 def launch(builder: Builder, node: Node) -> None:
-    """Launch the gradients of the weights and of the data; or instead of the latter the masked gradient and the sums
-    of the BatchNorm that made the data."""
+    """Launch the gradients of the weights and of the data; or the gradient of the weights, the masked gradient, and the
+    sums of the BatchNorm that made the data.
+    """
     require_hopper(builder, node)
     reduces = node.op == "NormBackwardReduce"
     dz, x, behind = (In(builder.input(node, role)) for role in ("masked_grad", "data", "data_2"))
@@ -135,7 +139,7 @@ def launch(builder: Builder, node: Node) -> None:
 
 
 def sum_parts(builder: Builder, node: Node, parts: Buffer, dw: Buffer) -> None:
-    """Launch the sum of the parts of dw that the blocks have left, one after the other."""
+    """Launch the sum, in a fixed order, of the parts of dw that the blocks have written."""
     vectors = math.prod(parts.shape[1:]) // VECTOR
     builder.launch(node, "norm_backward.cu", instance("sum_parts", dw.dtype), (-(-vectors // 16), 1, 1), (256, 1, 1),
                    In(parts), Out(dw), ctypes.c_int(parts.shape[0]), count(vectors))

@@ -1,8 +1,9 @@
-// In training, the end of a residual block, BatchNorm + addition + ReLU, and the 1x1 convolution that begins the next block,
-// in one launch. The tensor between them is written because others read it, but the convolution does not read it again.
+// In training, the end of a residual block, BatchNorm + addition + ReLU, and the 1x1 convolution that begins the next
+// block, in one launch. The tensor between the two is written because later nodes read it, but the convolution does not
+// read it from memory.
 //
-// norm_stream.cuh explains the design; here each tile of x comes with one of the addend. A block can keep the weights of 128
-// outputs. Weights of 256 outputs are too large for shared memory and are streamed.
+// norm_stream.cuh explains the design; here each tile of x is loaded together with a tile of the addend. A block can
+// keep the weights of 128 outputs. Weights of 256 outputs are too large for shared memory and are streamed.
 #include "moments.cuh"
 #include "norm_stream.cuh"
 
@@ -21,7 +22,7 @@ __device__ inline void load_both(const Stages &stages, int chunks, const TensorM
         }
 }
 
-// Merges the bits of the four threads of a row. Each of them returns one word: number lane % 4.
+// Merges the bits of the four threads of a row. Each of the four threads returns one word, with the number lane % 4.
 __device__ inline uint32 gathered(uint32 (&bits)[4], int lane) {
     const bool last_rows = lane & 2, last_channels = lane & 1;
 #pragma unroll
@@ -33,13 +34,13 @@ __device__ inline uint32 gathered(uint32 (&bits)[4], int lane) {
     return (last_channels ? own[1] : own[0]) | __shfl_xor_sync(0xffffffff, last_channels ? own[0] : own[1], 1);
 }
 
-// y = relu(norm(x) + addend), or with PAIR relu(norm(x) + norm_2(addend)). Also stores ReLU's bits in `mask`, and what
-// `Forward` saves. z = y * w, with its sums about the mean, in a fixed order.
-// Tiles of the tensor maps: x and addend 64 rows and columns, w COLUMNS rows and 64 columns, y and z 16 rows and 64 columns.
-// gridDim.y blocks share the rows.
-// Shapes: x, addend, y (rows, C), w (K, C), z (rows, K), mask (rows, C / 8) bytes; sums (2 or 3, C), saved (2, C), gamma,
-// beta, running_mean, running_var (C) fp32, and those with _2; sums_of_z (3, K), partials (3 * gridDim.y * K) fp32; tickets
-// (1). C = chunks * 64; columns = K is COLUMNS at most.
+// y = relu(norm(x) + addend), or with PAIR relu(norm(x) + norm_2(addend)). Also stores ReLU's bits in `mask`, and the
+// values that `Forward` saves. z = y * w, with its sums about the mean, in a fixed order. Tiles of the tensor maps: x
+// and addend 64 rows and columns, w COLUMNS rows and 64 columns, y and z 16 rows and 64 columns. gridDim.y blocks share
+// the rows. Shapes: x, addend, y (rows, C), w (K, C), z (rows, K), mask (rows, C / 8) bytes; sums (2 or 3, C), saved
+// (2, C), gamma, beta, running_mean, running_var (C) fp32, likewise the operands with _2; sums_of_z (3, K), partials (3
+// * gridDim.y
+// * K) fp32; tickets (1). C = chunks * 64; columns = K is COLUMNS at most.
 template <class T, int COLUMNS, bool PAIR>
 __global__ void __launch_bounds__(BLOCK<COLUMNS>, 1)
 norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap addend, const __grid_constant__ TensorMap w,
@@ -59,7 +60,7 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
     const int lane = lane_index(), warp = warp_index();
     const WarpRole<TEAMS> role(warp);
     const TileRange range = tiles_of<TEAMS>(role.team, rows, ROWS);
-    const uint32 rounds = (range.end - blockIdx.y * TEAMS + range.step - 1) / range.step;  // tiles of team 0
+    const uint32 rounds = (range.end - blockIdx.y * TEAMS + range.step - 1) / range.step;  // number of tiles of team 0
 
     if (threadIdx.x == 0) init_barriers(all, stages);
     __syncthreads();
@@ -105,7 +106,8 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
         store_floats(to.shift + at, shift);
     }
     sync_mma_warps();
-    float pivot[PARTS][2] = {}, of_column[PARTS][2][2] = {};  // for the two columns of each part that this thread sums
+    // pivots and sums of the two columns of each part that this thread sums
+    float pivot[PARTS][2] = {}, of_column[PARTS][2][2] = {};
     uint32 counted = 0;                                      // rows summed so far
     uint4 *const result = all_results + warp * RESULT_VECTORS;
     const int own_row = warp % TEAM_WARPS * WARP_ROWS;
@@ -134,7 +136,7 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
             const uint4 *const b = weights + (STREAMED<COLUMNS> ? of_weights.index : c) * COLUMNS * CHUNK_VECTORS;
             multiply_fragments<T>(products, m, b);
             const uint32 word = gathered(bits, lane);
-            const int row_of_word = lane / 4 + (lane & 2) * 4;  // row of the warp whose word this thread has
+            const int row_of_word = lane / 4 + (lane & 2) * 4;  // this thread's word belongs to this row of the warp
             if (row_of_word < rows_here) mask[((row + row_of_word) * chunks + c) * 2 + lane % 2] = word;
             wgmma_wait();
             wgmma_fence_operand(products);
@@ -154,7 +156,7 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
     if (STREAMED<COLUMNS>) skip_weights(all, of_weights, (rounds - round) * chunks, lane);
     if (lane == 0) tma_store_wait<0>();
 
-    // Combines the moments of the warps, then of the blocks.
+    // Combines the moments of the warps, then the moments of all blocks.
     sync_mma_warps();  // reuses the memory of the tiles
     Moments *const of_warps = reinterpret_cast<Moments *>(all_tiles);
 #pragma unroll

@@ -6,8 +6,8 @@ fused with the 1x1 convolution that begins the next block and the sums of its ou
     after     x, sums, ..., addend, weight -> NormConv1x1 `bn` -> y, saved, ..., mask, z, sums of z
 
 Likewise BatchNormPairApply becomes NormConv1x1Pair. z is computed from y while y is still in registers. y is written
-because the next sum and the backward pass read it, too. For 16-bit types and Hopper GPUs, without stochastic depth.
-Weights too large for shared memory are streamed.
+because the next sum and the backward pass read it, too. The kernels are for 16-bit types and Hopper GPUs, without
+stochastic depth. Weights too large for shared memory are streamed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def _pair_body(b: Body) -> list[Any]:
 
 
 class NormConv1x1(NormStream):
-    """`norm_conv1x1`, from `channels` (C) to `others` (K). A block keeps all weights or streams them."""
+    """Geometry of `norm_conv1x1`, for a convolution from `channels` (C) to `others` (K). A block keeps all weights or
+    streams them.
+    """
 
     COLUMNS = (64, 128, 256)
     CONTROL_BYTES = _CUDA.sizeof("NormControl")

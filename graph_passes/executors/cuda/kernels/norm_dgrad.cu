@@ -1,13 +1,14 @@
-// Backward from a BatchNorm through the 1x1 convolution before it to the BatchNorm before that. Unlike norm_backward.cu, it
-// leaves the gradient of the weights to another kernel: dx, the gradient between BatchNorm and convolution, is written for
-// that kernel. The gradient of the data is computed from dx while dx is still in registers.
+// Backward from a BatchNorm through the 1x1 convolution before it to the BatchNorm before that. Unlike
+// norm_backward.cu, this kernel leaves the gradient of the weights to another kernel: dx, the gradient between
+// BatchNorm and convolution, is written for that kernel. The gradient of the data is computed from dx while dx is still
+// in registers.
 //
-// norm_stream.cuh explains the design; the weights are streamed. The tile of the earlier BatchNorm's input is loaded after
-// the tiles of dz and x, into their stages: it is needed only at the end of a tile's work.
+// norm_stream.cuh explains the design; the weights are streamed. The tile of the earlier BatchNorm's input is needed
+// only at the end of a tile's work. So it is loaded after the tiles of dz and x, into the stages of these tiles.
 #include "norm_stream.cuh"
 
-// At the start of shared memory: mean, scale and shift of the earlier BatchNorm. The means are in `bias` of NormControl, as
-// this convolution has no bias.
+// At the start of shared memory: mean, scale and shift of the earlier BatchNorm. The means are in `bias` of
+// NormControl, because this convolution has no bias.
 struct alignas(1024) DgradControl { NormControl norm; float scale[MAX_COLUMNS], shift[MAX_COLUMNS]; };
 
 // Called by one thread. Starts the loads of a team's tiles of dz and x, then of `prev`, from the last rows on.
@@ -62,7 +63,7 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
     const int lane = lane_index(), warp = warp_index();
     const WarpRole<TEAMS> role(warp);
     const TileRange range = tiles_of<TEAMS>(role.team, rows, ROWS);
-    const uint32 rounds = (range.end - blockIdx.y * TEAMS + range.step - 1) / range.step;  // tiles of team 0
+    const uint32 rounds = (range.end - blockIdx.y * TEAMS + range.step - 1) / range.step;  // number of tiles of team 0
 
     if (threadIdx.x == 0) init_barriers(all, stages);
     __syncthreads();
@@ -125,7 +126,8 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
             release_weights(all, of_weights, lane);
         }
 
-        const bool there[2] = {row + lane / 4 < rows, row + lane / 4 + 8 < rows};  // past the end dx is c, not 0
+        // needed because dx is c, not 0, in rows past the end
+        const bool there[2] = {row + lane / 4 < rows, row + lane / 4 + 8 < rows};
 #pragma unroll
         for (int p = 0; p < PARTS; ++p) {
             const uint4 *const part = own.tiles + ((pipe.index * 2 + p % 2) * ROWS + own_row) * CHUNK_VECTORS;

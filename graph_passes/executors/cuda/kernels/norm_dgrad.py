@@ -7,7 +7,7 @@ of the convolution's weights is a launch of its own.
     after     dz, x, weight, x_2 -> NormDgrad `a` -> dx, dz_2, dgamma, dbeta;  dx, data -> ConvolutionWgrad
               dz_2, ... -> BatchNormBackwardApply `b`
 
-dx is written for the weights' gradient only; ddata is not written. For 16-bit types and Hopper GPUs.
+dx is written for the weights' gradient only; ddata is not written. The kernel is for 16-bit types and Hopper GPUs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from graph_passes.operators.batch_norm import ATTRIBUTES
 from graph_passes.operators.body import Body
 from graph_passes.operators.convolution import CONVOLUTION
 
-MAX_CHANNELS = 256  # of the data: this many columns of its gradient fit into the registers of four warps
+MAX_CHANNELS = 256  # most channels of the data: this many columns of the gradient fit into the registers of four warps
 
 
 def norm_dgrad(table: Candidates, apply: Candidate) -> Iterator[Node]:
@@ -49,7 +49,7 @@ def norm_dgrad(table: Candidates, apply: Candidate) -> Iterator[Node]:
 
 
 def _fused(apply: Node, dgrad: Node, reduction: Candidate) -> Node:
-    """One node for all three. Its first output is the output of `apply`."""
+    """The fusion of all three nodes as one node. Its first output is the output of `apply`."""
     norm = (apply.input(role) for role in ("data", "gamma", "saved", "gamma_grad", "beta_grad"))
     inputs = apply.inputs[0], *norm, dgrad.input("weight"), *of_reduction(reduction)
     return apply.derive("NormDgrad", apply.name, inputs, **dgrad.attrs)
@@ -63,7 +63,7 @@ def _body(b: Body) -> list[Any]:
 
 @dataclass(frozen=True)
 class NormDgrad(NormStream):
-    """`norm_dgrad`, for a convolution from `others` (C) to `channels` (K)."""
+    """Geometry of `norm_dgrad`, for a convolution from `others` (C) to `channels` (K)."""
 
     COLUMNS = (128, 256)
     CONTROL_BYTES = Declarations("norm_dgrad.cu").sizeof("DgradControl")

@@ -1,13 +1,13 @@
 // BatchNorm fused with the 1x1 convolution that reads its output, on Hopper. Shared by the forward kernel (norm_conv1x1.cu)
 // and the backward kernel (norm_dgrad.cu).
 //
-// The design is that of conv1x1_forward.cuh, but the A operand is computed first. It is made from two tensors, whose tiles of
-// 64 rows and 64 channels are loaded in pairs. A warp loads its 16 rows of both into registers, in the layout of an A
-// fragment; the stage is then free for the next tiles. The result goes to a slot of the warp in shared memory, from which TMA
-// stores it, and is multiplied from the registers. The convolution's output goes through the same slot.
+// The design of conv1x1_forward.cuh is used, but the A operand is computed first, from two tensors. Their tiles of 64
+// rows and 64 channels are loaded in pairs. A warp loads its 16 rows of both into registers, in the layout of an A
+// fragment; the stage is then free for the next tiles. The result goes to a slot of the warp in shared memory, from
+// which TMA stores it, and is multiplied from the registers. The convolution's output goes through the same slot.
 //
-// Weights too large for shared memory are streamed. For each chunk of channels they are loaded from the L2 cache once for
-// both teams, so the teams go through their tiles in step.
+// Weights too large for shared memory are streamed. The weights of each chunk of channels are loaded from the L2 cache
+// once for both teams, so both teams process their tiles in lockstep.
 #pragma once
 #include "batch_norm.cuh"
 #include "conv1x1_forward.cuh"
@@ -28,9 +28,9 @@ __device__ inline int affine_vectors(int chunks) { return (chunks * int(sizeof(A
 
 __device__ inline float2 load_float2(const float *of, int first) { return *reinterpret_cast<const float2 *>(of + first); }
 
-// m = `of(i, first, bits, bits_2)` of x and, with TWO, of a second tensor: the A fragment of 16 columns of a warp's rows, the
-// `pair`-th such group. `bits` are two neighbouring channels, from `first` on. i % 2: rows 0-7 or 8-15; i / 2: first or second
-// 8 columns.
+// m = `of(i, first, bits, bits_2)` of x and, with TWO, of a second tensor: the A fragment of 16 columns of a warp's
+// rows, the `pair`-th such group. `bits` and `bits_2` are two neighbouring channels of x and of the second tensor, from
+// `first` on. i % 2: rows 0-7 or 8-15; i / 2: first or second 8 columns.
 template <bool TWO, class Of>
 __device__ inline void make_fragment(const uint4 *x, const uint4 *second, int pair, int lane, uint32 (&m)[4], Of of) {
     uint32 of_second[4];
@@ -40,7 +40,7 @@ __device__ inline void make_fragment(const uint4 *x, const uint4 *second, int pa
     for (int i = 0; i < 4; ++i) m[i] = of(i, pair * 16 + i / 2 * 8 + lane % 4 * 2, m[i], TWO ? of_second[i] : 0);
 }
 
-// What is added to a normalised tensor before the ReLU: nothing, a tensor as it is, or a tensor after its own BatchNorm.
+// The addend of a normalised tensor before the ReLU: nothing, an unchanged tensor, or a tensor after its own BatchNorm.
 enum Addend { NO_ADDEND, PLAIN, NORMALISED };
 
 // m = relu(norm(x) + addend), for 16 columns of a warp's rows, the `pair`-th such group. If there is an addend, `bits` gets the
@@ -71,7 +71,7 @@ __device__ inline void normalise(const Affine &of, const uint4 *x, const uint4 *
     });
 }
 
-// Called by one thread.
+// Called by one thread. Initialises the mbarriers.
 __device__ inline void init_barriers(NormControl &all, int stages) {
     for (int slot = 0; slot < WEIGHT_STAGES; ++slot) {
         mbarrier_init(all.full[slot], 1);
@@ -94,8 +94,8 @@ __device__ inline void load_two(const Stages &stages, PipelineState &pipe, const
     pipe.advance(stages.number);
 }
 
-// Called by one thread. Starts the loads of each chunk's weights, once per round of tiles. `load` starts the load of one
-// chunk into a stage; its bytes count towards a phase of the barrier.
+// Called by one thread. Starts the loads of each chunk's weights, once per round of tiles. `load` starts the load of
+// one chunk into a stage; the bytes of the chunk count towards a phase of the barrier.
 template <int COLUMNS, class Load>
 __device__ inline void stream_weights(uint4 *to, NormControl &all, int chunks, uint32 rounds, Load load) {
     PipelineState pipe;
@@ -120,7 +120,7 @@ __device__ inline void store_result(const TensorMap &to, int column, int row, co
     __syncwarp();
 }
 
-// Starts the store of a chunk of a warp's rows, which are A fragments, from its result slot.
+// Starts the store of a chunk of a warp's rows, given as A fragments, from the warp's result slot.
 __device__ inline void store_fragments(const TensorMap &to, int column, int row, const uint32 (&m)[CHUNK / 16][4], uint4 *result,
                                        int lane) {
     acquire_result(lane);

@@ -76,4 +76,4 @@ class NormStream(ABC):
     @property
     def _kept_bytes(self) -> int:
         kept = self.CONTROL_BYTES + affine_bytes(self.chunks) + self.places * self.columns * CHUNK_BYTES
-        return kept + PLACE_BYTES  # one part of each warp's results
+        return kept + PLACE_BYTES  # room for one part of each warp's results

@@ -4,46 +4,46 @@
 // step (loss scale, learning rate, overflow) is on the GPU, so that no step waits for the host.
 #include "common.cuh"
 
-constexpr int CHUNK = 8192;  // elements
+constexpr int CHUNK = 8192;  // most elements of a chunk
 constexpr int THREADS = 256;
 constexpr int MAX_SLOTS = 2, MAX_CONSTANTS = 8;
 
 struct Tensor {
-    const void *gradient;     // T, or fp32 where `fp32_gradient`; scaled by the loss scale
+    const void *gradient;  // of type T, or fp32 if `fp32_gradient`; multiplied by the loss scale
     float *master;
-    float *state[MAX_SLOTS];  // optimizer state of each weight
+    float *state[MAX_SLOTS];  // optimizer state: `state[slot]` has a value for each weight
     float *ema;               // moving average of the weights, or null
     void *copy;               // the network's own weights of type T, or null
-    uint32 size;              // elements, a multiple of 8
+    uint32 size;  // number of elements, a multiple of 8
     uint32 first_chunk, num_chunks;
     uint32 fp32_gradient;
-    uint32 is_weight;         // has weight decay, and its own learning rate in LARS and LAMB
+    uint32 is_weight;  // whether the tensor has weight decay, and its own learning rate in LARS and LAMB
     float weight_decay;
-    float rate_factor;        // multiplies the learning rate
+    float rate_factor;  // factor of the learning rate
 };
 
 struct Chunk { uint32 tensor, start; };
 
 struct State {
     float learning_rate;
-    float gradient_scale;      // multiplies gradients in addition to 1 / loss_scale, for averaging
+    float gradient_scale;  // factor of the gradients in addition to 1 / loss_scale, for averaging
     float loss_scale;
-    uint32 overflow;           // a gradient of this step is not finite: skip the update
-    uint32 good_steps;         // since the last change of the loss scale
-    uint32 skipped_steps;      // in total
-    uint32 skipped_in_a_row;   // since the last update that was not skipped
+    uint32 overflow;  // 1 if a gradient of this step is not finite; the update is then skipped
+    uint32 good_steps;  // good steps since the last change of the loss scale
+    uint32 skipped_steps;  // skipped steps in total
+    uint32 skipped_in_a_row;  // skipped steps since the last update
     uint32 growth_interval;    // good steps after which the loss scale doubles; 0: constant loss scale
-    uint32 updates;            // in total, without skipped ones
+    uint32 updates;  // updates in total, without skipped steps
     float ema_decay;           // ema = ema_decay * ema + (1 - ema_decay) * weight
-    float constants[MAX_CONSTANTS];  // of the rule below, in the order of its members
+    float constants[MAX_CONSTANTS];  // constants of the rule, in the order of the members of its struct below
     float clip_norm;           // upper limit of the gradients' norm; used only if `clip_gradients` is launched
-    float gradient_norm;       // of the latest step that was not skipped, before clipping
+    float gradient_norm;  // gradient norm before clipping, of the latest step that was not skipped
 };
 
 // --- the rules, one struct for each optimizer; graph_passes/optimizers/ has the formulas ---
 //
-// update      changes a weight and its optimizer state. `g` is the gradient, without the loss scale
-// NORMS_OF    which norm is compared with |weight| to give each tensor its own learning rate (`trust`): GRADIENT, or UPDATE,
+// update changes a weight and its optimizer state. `g` is the gradient, without the loss scale NORMS_OF the norm that
+// is compared with |weight| to give each tensor its own learning rate (`trust`): GRADIENT, or UPDATE,
 //             the term that the rate multiplies. With UPDATE, an earlier launch (`accumulate`) changes the optimizer
 //             state, so that `direction` can be evaluated twice: for its norm, and in `update`
 
@@ -130,7 +130,7 @@ struct Lion {
 
     __device__ void update(float &w, float g, float (&s)[SLOTS], float rate, float decay) const {
         const float c = beta1 * s[0] + rest1 * g;
-        const float sign = c > 0 ? 1.f : c < 0 ? -1.f : c;  // 0, or NaN, which must show in the loss
+        const float sign = c > 0 ? 1.f : c < 0 ? -1.f : c;  // the last case is 0 or NaN; NaN must reach the loss
         s[0] = beta2 * s[0] + rest2 * g;
         w -= rate * (sign + decay * w);
     }
@@ -201,17 +201,17 @@ inspect_gradients(const Tensor *tensors, const Chunk *chunks, State *state, floa
     }
 }
 
-// Clipping by global norm (Pascanu et al., arXiv:1211.5063, algorithm 1). Multiplies the factor of all gradients by min(1,
-// clip_norm / (|gradient| + 1e-6)), from the sums of inspect_gradients. |gradient| is the norm of the mean gradient, without
-// the loss scale; the 1e-6 is from torch.nn.utils.clip_grad_norm_. One block, which adds in a fixed order.
-// Shapes: state (1), norms (num_chunks, 2) fp32.
+// Clipping by global norm (Pascanu et al., arXiv:1211.5063, algorithm 1). Multiplies the factor of all gradients by
+// min(1, clip_norm / (|gradient| + 1e-6)), computed from the sums of inspect_gradients. |gradient| is the norm of the
+// mean gradient, without the loss scale; the 1e-6 is from torch.nn.utils.clip_grad_norm_. The kernel runs in one block,
+// which adds in a fixed order. Shapes: state (1), norms (num_chunks, 2) fp32.
 __global__ void __launch_bounds__(THREADS) clip_gradients(State *state, const float *norms, uint32 num_chunks) {
     float squares = 0;
     for (uint32 c = threadIdx.x; c < num_chunks; c += THREADS) squares += norms[2 * c + 1];
     squares = block_reduce(squares, 0.f, Sum());
     if (threadIdx.x == 0 && !state->overflow) {
         state->gradient_norm = sqrtf(squares) * (state->gradient_scale / state->loss_scale);
-        // the host resets it for each step
+        // the host resets gradient_scale for each step
         state->gradient_scale *= fminf(1.f, state->clip_norm / (state->gradient_norm + 1e-6f));
     }
 }
@@ -266,9 +266,8 @@ accumulate(const Tensor *tensors, const Chunk *chunks, const State *state, float
     }
 }
 
-// trust[t] = the factor of tensor t's learning rate: the rule's ratio for weights; 1 for other tensors, and if a norm is 0.
-// One block per tensor.
-// Shapes: tensors (gridDim.x), state (1), norms (chunks, 2), trust (gridDim.x) fp32.
+// trust[t] = the factor of tensor t's learning rate: the rule's ratio for weights; 1 for other tensors, or if a norm is
+// 0. One block per tensor. Shapes: tensors (gridDim.x), state (1), norms (chunks, 2), trust (gridDim.x) fp32.
 template <class Rule>
 __global__ void trust_ratios(const Tensor *tensors, const State *state, const float *norms, float *trust) {
     const Tensor t = tensors[blockIdx.x];
@@ -286,13 +285,13 @@ __global__ void trust_ratios(const Tensor *tensors, const State *state, const fl
     }
 }
 
-// Updates the weights and the optimizer state by the rule. Then updates the moving average of the weights, even if the step
-// is skipped: the host has counted that step, too.
-// Shapes: tensors (number of tensors), chunks (gridDim.x), state (1), trust (number of tensors) fp32.
+// Updates the weights and the optimizer state by the rule. Then updates the moving average of the weights, even if the
+// step is skipped, because the host counts skipped steps, too. Shapes: tensors (number of tensors), chunks (gridDim.x),
+// state (1), trust (number of tensors) fp32.
 template <class T, class Rule>
 __global__ void __launch_bounds__(THREADS)
 update(const Tensor *tensors, const Chunk *chunks, const State *state, const float *trust) {
-    constexpr bool ACCUMULATED = Rule::NORMS_OF == UPDATE;  // by an earlier launch
+    constexpr bool ACCUMULATED = Rule::NORMS_OF == UPDATE;  // the optimizer state was updated by an earlier launch
     const Chunk chunk = chunks[blockIdx.x];
     const Tensor t = tensors[chunk.tensor];
     const bool skip = state->overflow;
@@ -334,9 +333,8 @@ __global__ void ema_statistics(const float *statistics, float *ema, const State 
     update_ema(ema + at, values, state->ema_decay);
 }
 
-// After the update: halves the loss scale after an overflow, doubles it after growth_interval good steps in a row
-// (Micikevicius et al., arXiv:1710.03740, section 3.2). One thread.
-// Shapes: state (1).
+// Ends a step, after the update: halves the loss scale after an overflow, doubles it after growth_interval good steps
+// in a row (Micikevicius et al., arXiv:1710.03740, section 3.2). One thread. Shapes: state (1).
 __global__ void end_step(State *state) {
     if (state->overflow) {
         state->overflow = 0;
@@ -355,8 +353,8 @@ __global__ void end_step(State *state) {
     }
 }
 
-// copy = master, after the parameters have been set.
-// Shapes: tensors (number of tensors), chunks (gridDim.x).
+// Copies the master weights to the network's own weights, after the parameters have been set. Shapes: tensors (number
+// of tensors), chunks (gridDim.x).
 template <class T>
 __global__ void __launch_bounds__(THREADS) copy_weights(const Tensor *tensors, const Chunk *chunks) {
     const Chunk chunk = chunks[blockIdx.x];

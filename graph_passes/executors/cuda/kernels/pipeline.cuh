@@ -1,6 +1,6 @@
-// The skeleton of a kernel whose warps have different roles: producer warps start TMA loads into a circular buffer of stages,
-// consumer warps (the MMA warps) multiply what has arrived. Each stage has two mbarriers: full, where its bytes arrive, and
-// empty, where its consumers do.
+// The skeleton of a kernel whose warps have different roles: producer warps start TMA loads into a circular buffer of
+// stages; consumer warps (the MMA warps) multiply the tiles that have arrived. Each stage has two mbarriers: the bytes
+// of a load arrive at `full`, and the consumers arrive at `empty`.
 #pragma once
 #include "tma.cuh"
 #include "warpgroup.cuh"
@@ -18,8 +18,9 @@ struct PipelineState {
     }
 };
 
-// A warp's role in a block of TEAMS teams of MMA warps, with a producer warp for each team behind them: whether it multiplies,
-// and the team that it multiplies or loads for. Warps behind the producers have team numbers from TEAMS on.
+// A warp's role in a block of TEAMS teams of MMA warps, followed by a producer warp for each team: whether the warp
+// multiplies, and the team for which it multiplies or loads. Warps behind the producers have team numbers from TEAMS
+// on.
 template <int TEAMS> struct WarpRole {
     const bool is_mma_warp;
     const int team;

@@ -1,5 +1,6 @@
-// Functions of single elements and their gradients (graph_passes/operators/activations.py), ReLU by itself, and products,
-// sums with a number. For any tensor: the last vector may reach beyond it, into the padding of its memory.
+// Functions of single elements and their gradients (graph_passes/operators/activations.py), ReLU alone, and products
+// and sums with a number. The kernels work on tensors of any size: the last vector may reach beyond the tensor, into
+// the padding of its memory.
 #include "common.cuh"
 
 enum Function { relu_, sigmoid_, tanh_, softrelu_, softsign_, leaky_, elu_, selu_, gelu_, clip_, hard_sigmoid_ };
@@ -21,13 +22,14 @@ template <int FUNCTION> __device__ inline float value(float x, float a, float b)
         case leaky_: return x > 0 ? x : a * x;
         case elu_: return x > 0 ? x : a * expm1f(x);
         case selu_: return SELU_SCALE * (x > 0 ? x : SELU_ALPHA * expm1f(x));
-        case gelu_: return 0.5f * x * erfcf(-x * INVERSE_SQRT_2);  // 1 + erf would lose the digits of negative x
+        // erfc is used because 1 + erf would lose precision for negative x
+        case gelu_: return 0.5f * x * erfcf(-x * INVERSE_SQRT_2);
         case clip_: return x < a ? a : x > b ? b : x;
         default: { const float y = a * x + b; return y < 0 ? 0 : y > 1 ? 1 : y; }  // hard_sigmoid_
     }
 }
 
-// Its derivative at x.
+// The derivative of the function at x.
 template <int FUNCTION> __device__ inline float slope(float x, float a, float b) {
     switch (FUNCTION) {
         case relu_: return x > 0 ? 1 : 0;

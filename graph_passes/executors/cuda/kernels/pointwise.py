@@ -1,4 +1,4 @@
-"""Functions of single elements and their gradients, ReLU by itself, and sums and products with a number."""
+"""Functions of single elements and their gradients, ReLU alone, and sums and products with a number."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from graph_passes.operators.activations import function_of
 
 
 def whole_vectors(buffer: Buffer) -> int:
-    """Vectors that cover a tensor: the last one may reach into the padding behind it."""
+    """The number of vectors that cover a tensor. The last vector may reach into the padding behind the tensor."""
     return -(-math.prod(buffer.shape) // VECTOR)
 
 
 def launch(builder: Builder, node: Node, kernel: str, *operands: object, of: Buffer) -> None:
-    """One thread for each vector of a tensor, whose number is the last argument."""
+    """Launch one thread for each vector of the tensor `of`. The number of vectors is the kernel's last argument."""
     vectors = whole_vectors(of)
     builder.launch(node, "pointwise.cu", kernel, *threads(vectors), *operands, count(vectors))
 
 
 def activation(builder: Builder, node: Node) -> None:
-    """Any function in operators/activations.py, but PReLU."""
+    """Launch any function of operators/activations.py except PReLU."""
     function = function_of(node)
     if function is None:
         raise no_lowering(node)
@@ -67,7 +67,7 @@ def with_number(builder: Builder, node: Node) -> None:
 
 
 def _keeps_padding(builder: Builder, node: Node) -> bool:
-    """Whether a function of padded data makes 0 of the padding's 0."""
+    """Whether the data is padded and the function maps 0 to 0, so that the padding stays 0."""
     function = function_of(node)
     return reads_padded(builder, node) and function is not None and function.value(np.zeros(1))[0] == 0
 

@@ -54,8 +54,9 @@ __global__ void max_pool(const Packed<T> *x, Packed<T> *y, uint8 *winner, Window
     if (winner) reinterpret_cast<uint2 *>(winner)[at] = places;
 }
 
-// dx = sum of dy (or dy + dy2) over the windows that this element won. It gathers, so it needs no atomics and no zeroed dx.
-// Shapes: dy, dy2 (N, OH, OW, C), winner (N, OH, OW, C) bytes; dx (N, H, W, C). vectors = rows * C / 8, pitch = C / 8.
+// dx = sum of dy (or dy + dy2) over the windows that this element won. Each thread gathers its sums, so the kernel
+// needs neither atomics nor a cleared dx. Shapes: dy, dy2 (N, OH, OW, C), winner (N, OH, OW, C) bytes; dx (N, H, W, C).
+// vectors = rows * C / 8, pitch = C / 8.
 template <class T, bool TWO>
 __global__ void max_pool_backward(const Packed<T> *dy, const Packed<T> *dy2, const uint8 *winner, Packed<T> *dx, Window w,
                                   uint32 vectors, int pitch) {
@@ -83,7 +84,8 @@ __global__ void max_pool_backward(const Packed<T> *dy, const Packed<T> *dy2, con
     dx[at] = pack<T>(sum);
 }
 
-// The divisor of an output's sum: the pixels of its window within the image; with `padding` also those in the padding.
+// The divisor of an output's sum: the pixels of its window within the image; with `padding` also the pixels in the
+// padding.
 __device__ inline int window_pixels(const Window &w, int row, int column, bool padding) {
     const int top = row * w.stride_h - w.pad_h, left = column * w.stride_w - w.pad_w;
     const int above = padding ? top : max(top, 0), before = padding ? left : max(left, 0);
@@ -142,7 +144,7 @@ __global__ void average_pool_backward(const Packed<T> *dy, Packed<T> *dx, Window
 // Shapes: x (N, H, W, C), y (N, C). pixels = H*W, vectors = N * C / 8, pitch = C / 8.
 template <class T>
 __global__ void global_average_pool(const Packed<T> *x, Packed<T> *y, uint32 vectors, int pixels, int pitch) {
-    const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;  // of N * pitch
+    const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;  // index of the output vector, below N * pitch
     if (at >= vectors) return;
     constexpr int IN_FLIGHT = 7;
     const Packed<T> *image = x + size_t(at / pitch) * pixels * pitch + at % pitch;
@@ -171,11 +173,11 @@ __global__ void global_average_pool(const Packed<T> *x, Packed<T> *y, uint32 vec
 // Shapes: dy (N, C), dx (N, H, W, C). pixels = H*W, vectors = rows * C / 8, pitch = C / 8.
 template <class T>
 __global__ void global_average_pool_backward(const Packed<T> *dy, Packed<T> *dx, uint32 vectors, int pixels, int pitch) {
-    const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;  // of N * pixels * pitch
+    const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;  // index of the output vector, below N * pixels * pitch
     if (at >= vectors) return;
     float v[VEC];
     unpack(dy[at / (pitch * pixels) * pitch + at % pitch], v);
-    const float share = 1.f / pixels;  // eight divisions took longer than the memory accesses
+    const float share = 1.f / pixels;  // one division: eight divisions took longer than the memory accesses
 #pragma unroll
     for (int k = 0; k < VEC; ++k) v[k] *= share;
     dx[at] = pack<T>(v);

@@ -68,7 +68,7 @@ def average_backward(builder: Builder, node: Node) -> None:
 
 
 def _pixels_and_pitch(x: Buffer) -> tuple[ctypes.c_int, ctypes.c_int]:
-    """Pixels of an image, and vectors of a pixel."""
+    """The number of pixels of an image, and the number of vectors of a pixel."""
     return ctypes.c_int(x.shape[1] * x.shape[2]), ctypes.c_int(x.shape[3] // VECTOR)
 
 

@@ -1,5 +1,5 @@
-// INT8: the operators between convolutions, and convolutions of any shape. Most convolutions run on tensor cores instead:
-// quantised_conv.cu, and cuDNN's.
+// INT8: the operators between convolutions, and convolutions of any shape. Most convolutions run on tensor cores
+// instead, through quantised_conv.cu or cuDNN.
 #include "quantised.cuh"
 #include "window.cuh"
 
@@ -71,9 +71,9 @@ struct Region {
     }
 };
 
-// y = maximum over the window; padding never wins. A thread computes 4 * WORDS channels. SIZE is that of a square window,
-// whose loads are then all in flight at once; 0 stands for any window.
-// Shapes: x (N, H, W, C), y (N, OH, OW, C) int8. items = N * OH * OW * C / (4 * WORDS), pitch = C / (4 * WORDS).
+// y = maximum over the window; padding never wins. A thread computes 4 * WORDS channels. SIZE is the size of a square
+// window, whose loads are then all in flight at once; with 0 the window can have any size. Shapes: x (N, H, W, C), y
+// (N, OH, OW, C) int8. items = N * OH * OW * C / (4 * WORDS), pitch = C / (4 * WORDS).
 template <int WORDS, int SIZE>
 __global__ void quantised_max_pool(const uint32 *x, uint32 *y, Window w, uint32 items, int pitch) {
     struct alignas(4 * WORDS) Words { uint32 word[WORDS]; };
@@ -117,9 +117,9 @@ __global__ void quantised_max_pool(const uint32 *x, uint32 *y, Window w, uint32 
 
 enum Divisor { SUM, IMAGE, PADDING };
 
-// y = the exact sum over the window times fp32(ratio / divisor). The divisor is 1 for SUM. For IMAGE it is the number of the
-// window's pixels within the image; PADDING also counts those in the padding. A thread computes 4 * WORDS channels.
-// Shapes: x (N, H, W, C) int8, y (N, OH, OW, C), int8 or of the type T. items and pitch as above.
+// y = the exact sum over the window times fp32(ratio / divisor). The divisor is 1 for SUM. For IMAGE it is the number
+// of the window's pixels within the image; PADDING also counts pixels in the padding. A thread computes 4 * WORDS
+// channels. Shapes: x (N, H, W, C) int8, y (N, OH, OW, C), int8 or of the type T. items and pitch as above.
 template <class T, int WORDS, Divisor DIVISOR>
 __global__ void quantised_average_pool(const uint32 *x, T *y, Window w, double ratio, uint32 items, int pitch) {
     struct alignas(4 * WORDS) Words { uint32 word[WORDS]; };
@@ -130,8 +130,8 @@ __global__ void quantised_average_pool(const uint32 *x, T *y, Window w, double r
     const int padded = region.pixels();
     region.clip(w);
     int sum[4 * WORDS] = {};
-    // Whole lines are contiguous in memory and are read as one. For 7x7 pixels that is seven waits, for eight loads each,
-    // instead of 28 waits, for up to four loads each.
+    // Whole lines are contiguous in memory and are read like one long line. For 7x7 pixels a thread then waits seven
+    // times, for eight loads each, instead of 28 times, for up to four loads each.
     const bool whole = region.left == 0 && region.right == w.width;
     const int height = region.bottom - region.top, width = region.right - region.left;
     const int lines = whole ? 1 : height, length = whole ? height * width : width;

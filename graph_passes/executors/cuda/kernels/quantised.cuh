@@ -1,5 +1,6 @@
-// INT8: shared by the kernels of quantised operators. `graph_passes/operators/quantised.py` defines the results to the bit.
-// Every operation below is one of its operations, rounded to nearest even and never contracted (no fma).
+// INT8: shared by the kernels of quantised operators. `graph_passes/operators/quantised.py` defines the results to the
+// bit. Every operation below corresponds to an operation in that file, rounded to nearest even and never contracted (no
+// fma).
 #pragma once
 #include "common.cuh"
 
@@ -36,8 +37,8 @@ __device__ inline uint32 lowest_bytes(const uint32 (&words)[4]) {
 // rounds a float to the nearest integer, ties to even, and leaves it in the float's lowest byte. In the other direction, a
 // byte becomes the float 2^23 + byte.
 //
-// With ReLU, all values are in units of 128. This changes no bit (what underflows is far below 1/2). Then the last
-// instruction also saturates to 0 ... 1, and only 128 remains to be changed to 127.
+// With ReLU, all values are in units of 128. This changes no bit, because values that underflow are far below 1/2. Then
+// the last instruction also saturates to 0 ... 1, and only 128 remains to be changed to 127.
 template <bool RELU> struct Bytes {
     static constexpr float UNIT = RELU ? 128 : 1;
     static constexpr float ROUNDING = 1.5f * (1 << 23) / UNIT;  // its last bit is 1 / UNIT
@@ -46,7 +47,7 @@ template <bool RELU> struct Bytes {
     // A multiplier in the unit that `of` expects.
     __device__ static float scale(float multiplier) { return __fmul_rn(multiplier, 1 / UNIT); }
 
-    // The addend in byte `k` of `word`, in UNIT. The bytes are stored with an offset of `more`.
+    // The addend in byte `k` of `word`, in UNIT. The bytes have an offset of `more`.
     __device__ static float addend_of(uint32 word, int k, int more) {
         // The compiler would move a constant to a register for each byte. It cannot see that the term added here is 0.
         const uint32 holder = __float_as_uint(HOLDER) + (threadIdx.x >> 20);

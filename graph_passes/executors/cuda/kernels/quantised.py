@@ -22,7 +22,7 @@ from graph_passes.operators.quantised import SQUARE_CHANNELS, squares
 
 _CUDA = Declarations("quantised_stream.cuh")
 TILE_VECTOR = _CUDA.value("VECTOR")  # channels that convolution kernels read at once
-CHUNK = _CUDA.value("CHUNK")  # bytes of the reduction that they multiply at once
+CHUNK = _CUDA.value("CHUNK")  # bytes of the reduction that convolution kernels multiply at once
 RESERVED_BYTES = 1 << 10  # shared memory of each block that is reserved by CUDA
 
 
@@ -45,7 +45,7 @@ class Epilogue(NamedTuple):
 
     adds: bool
     relu: bool
-    share: ctypes.c_float  # scale of the addend
+    share: ctypes.c_float  # scale of the addend divided by the scale of the output
 
     @classmethod
     def of(cls, node: Node) -> Epilogue:
@@ -65,7 +65,7 @@ def require_tensor_cores(builder: Builder, node: Node, columns: int) -> None:
 
 
 def quantise(builder: Builder, node: Node) -> None:
-    """Launch the conversion of floats to int8. For images this includes the channel that pads them."""
+    """Launch the conversion of floats to int8. For images this includes the padding channel."""
     x = builder.input(node, "data")
     y = builder.output(node, shape=x.shape)
     require(x.shape[-1] % 4 == 0, node, f"has {x.shape[-1]} channels: use a multiple of 4")
@@ -95,7 +95,7 @@ def dequantise(builder: Builder, node: Node) -> None:
 
 
 def _vectors(node: Node, integers: Buffer) -> int:
-    """The total number of vectors, with as many values in each as a thread processes at once."""
+    """The total number of vectors. A vector has as many values as a thread processes at once."""
     require(integers.num_bytes % VECTOR == 0, node, f"has the shape {integers.shape}, and works on {VECTOR} values at "
             f"once: use a multiple of {VECTOR} of them")
     return integers.num_bytes // VECTOR

@@ -4,7 +4,7 @@
 // loaded ahead, with zeros for taps in the padding. Two blocks per SM hide each other's prologue and epilogue.
 #include "integer_products.cuh"
 
-// A block has `GROUPS` warpgroups. Each computes 64 rows; all compute the same columns.
+// A block has `GROUPS` warpgroups. Each warpgroup computes 64 rows; all warpgroups compute the same columns.
 template <int GROUPS_, int COLUMNS_> struct Tile {
     static constexpr int GROUPS = GROUPS_, COLUMNS = COLUMNS_, ROWS = 64 * GROUPS, THREADS = 128 * GROUPS;
     static constexpr int BLOCKS = GROUPS * COLUMNS > 256 ? 1 : GROUPS == 1 ? 4 : COLUMNS == 64 ? 3 : 2;  // blocks per SM
@@ -19,9 +19,9 @@ template <class S> struct Stage {
     uint4 columns[S::COLUMNS * 8];
 };
 
-// Position of the vector that a thread copies next: a tap of the window, and a vector of its channels. With 128 channels or
-// more, all taps of 128 channels come first, as they find most pixels in the L1 cache. With fewer channels, a chunk has
-// several taps.
+// Position of the vector that a thread copies next: a tap of the window, and a vector of its channels. With 128
+// channels or more, all taps of 128 channels come before the next 128 channels, because the taps then find most pixels
+// in the L1 cache. With fewer channels, a chunk has several taps.
 struct Walk {
     int tap_h, tap_w, channel, step;
 

@@ -3,7 +3,7 @@
     before    x, weight, multiplier, bias -> QuantisedConvolution `y`
     after     x, weight, multiplier, bias -> QuantisedConv `y` (tile="2x128")
 
-The bits are the same.
+Both give the same bits.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from graph_passes.operators.base import Attribute
 from graph_passes.operators.quantised import OPTIONAL_ADDEND, QUANTISED_CONVOLUTION, quantised_convolution_body
 
 _CUDA = Declarations("quantised_conv.cu")
-# Tile of a block: rows / 64, and columns.
+# Tile of a block by name: rows / 64, and columns.
 TILES = {f"{groups}x{columns}": (groups, columns)
          for groups, columns in ((2, 128), (2, 64), (4, 128), (2, 256), (1, 128))}
 TILE = {"tile": Attribute(str)}
-TILE_CHANNELS = (16, 32, 64)  # channels that the kernel takes besides multiples of CHUNK
+TILE_CHANNELS = (16, 32, 64)  # numbers of channels that the kernel supports besides multiples of CHUNK
 
 
 def quantised_conv(table: Candidates, convolution: Candidate) -> Iterator[Node]:

@@ -1,18 +1,18 @@
-// INT8 convolutions at stride 1 on Hopper's tensor cores, with windows that overlap in shared memory. For the first
-// convolution after space to depth, with 16 channels (passes/quantise_squares.py), and for convolutions of few channels,
-// where copies of the windows would be many times the pixels.
+// INT8 convolutions at stride 1 on Hopper's tensor cores, with windows that overlap in shared memory. The kernel serves
+// the first convolution after space to depth, with 16 channels (passes/quantise_squares.py), and convolutions of few
+// channels, for which copies of the windows would need many times the memory of the pixels.
 //
-// Shared memory has planes of 16 channels, 16 bytes per pixel. All pixels of the images, padding included, form one line. The
-// window of output position p has kernel row r at pixels p + r * W and following; the window of p + 1 is shifted by one
-// pixel. wgmma reads each 32-byte row of its A operand 16 bytes after the previous one, from a single copy of the pixels. The
-// 32 bytes are two neighbours of one plane, or one pixel of two planes. At positions near the end of a row or an image, the
-// window reaches into the next one: these results are not stored.
+// Shared memory has planes of 16 channels, 16 bytes per pixel. All pixels of the images, padding included, form one
+// line. The window of output position p has kernel row r at pixels p + r * W and following; the window of p + 1 is
+// shifted by one pixel. wgmma reads each 32-byte row of its A operand 16 bytes after the previous one, from a single
+// copy of the pixels. The 32 bytes are two neighbouring pixels of one plane, or one pixel of two planes. Near the end
+// of a row or an image, the window reaches into the next row or image. The results of these positions are not stored.
 #include "integer_products.cuh"
 
 constexpr int GROUPS = 2, ROWS = 64 * GROUPS, THREADS = 128 * GROUPS;
 
-// Descriptor of rows of 32 bytes, each 16 bytes after the one before. The second half of a row is `vectors` after the first
-// half.
+// Descriptor of rows of 32 bytes, each 16 bytes after the previous row. The second half of a row is `vectors` after the
+// first half.
 __device__ inline uint64 smem_desc_window_rows(const uint4 *at, int vectors) {
     return (__cvta_generic_to_shared(at) & 0x3ffff) >> 4 | uint64(vectors) << 16 | 8ull << 32;
 }

@@ -26,7 +26,8 @@ from graph_passes.operators.quantised import (
 
 ROWS, THREADS = Declarations("quantised_conv_squares.cu").values("ROWS", "THREADS")
 STAGES, BLOCKS = 3, 3  # blocks on a multiprocessor
-COLUMNS = {64: 64, 128: 128}  # channels of a supported 3x3 convolution -> filters of a block; otherwise 64
+# channels of a supported 3x3 convolution -> filters of a block; for the first convolution: 64
+COLUMNS = {64: 64, 128: 128}
 
 
 def launch(builder: Builder, node: Node) -> None:
@@ -45,7 +46,8 @@ def launch(builder: Builder, node: Node) -> None:
     on_multiprocessor = BLOCKS if columns == 64 else 1
     height, width = height + 2 * pad, width + 2 * pad
     places, patch = images * height * width, ROWS + (kernel - 1) * width + kernel
-    patch += (8 // planes - patch) % 8  # eight copies, of all planes, then fall into all banks of shared memory
+    # with this patch size, eight copies of all planes use all banks of shared memory
+    patch += (8 // planes - patch) % 8
     stages = STAGES if planes == 1 else STAGES - 1
     shared_bytes = -(-kernel**2 * planes // 8) * columns * CHUNK + stages * patch * channels
     require(shared_bytes <= builder.gpu.max_shared_bytes // on_multiprocessor - RESERVED_BYTES, node,

@@ -49,7 +49,7 @@ TILES = {f"{teams}x{columns}": (teams, columns) for teams, columns in ((2, 128),
 STRIDES = ((1, 1), (2, 2))  # strides of the shortcut
 _CUDA = Declarations("quantised_conv_stream.cu")
 STAGES, COLUMNS = _CUDA.values("MAX_STAGES", "MAX_COLUMNS")
-MULTIPROCESSOR_SHARED_BYTES = 228 << 10  # Hopper's
+MULTIPROCESSOR_SHARED_BYTES = 228 << 10  # shared memory of a multiprocessor of Hopper GPUs
 
 
 def quantised_conv_stream(table: Candidates, convolution: Candidate) -> Iterator[Node]:
@@ -59,7 +59,7 @@ def quantised_conv_stream(table: Candidates, convolution: Candidate) -> Iterator
 
 
 def sum_of_two(table: Candidates, last: Candidate) -> Iterator[Node]:
-    """Yield the kernel's operator for a QuantisedConvolution `last` that adds another one."""
+    """Yield the kernel's operator for a QuantisedConvolution `last` that adds another convolution."""
     if last["no_addend"] or not is_product(last.node):
         return
     for shortcut in table.makers(last.input("addend"), "QuantisedConvolution"):
@@ -75,7 +75,7 @@ def _is_shortcut(node: Node) -> bool:
 
 
 def is_product(node: Node, stride: tuple[int, int] = (1, 1)) -> bool:
-    """Whether it is a convolution from int8 to int8 that is a matrix product."""
+    """Whether the node is a convolution from int8 to int8 that is a matrix product."""
     return (node.op == "QuantisedConvolution" and window(node) == ((1, 1), stride, (0, 0), (1, 1))
             and node["layout"] == "NHWC" and node["num_group"] == 1 and node["dtype"] == "int8")
 
@@ -92,7 +92,7 @@ def sum_body(b: Body, relu: bool) -> Any:
 class Stream:
     """How quantised_conv_stream.cu divides its shared memory, for `channels` (C) and `channels_2` (C_2) of a second
     convolution. A block has `teams` teams and computes `columns` columns. A multiprocessor has room for two teams with
-    256 columns together, or four with 128, in one or more blocks, unless the weights leave too little.
+    256 columns, or four teams with 128 columns, in one or more blocks, unless the weights leave too little room.
     """
 
     channels: int
@@ -117,15 +117,16 @@ class Stream:
 
     @property
     def results(self) -> int:
-        """Result slots of a warp, fewer if the stages need the room: for one convolution as in
-        `Conv1x1Forward.results`; for two, one for each part of the result, because there is time between the products
-        to copy them away."""
+        """Result slots of a warp, fewer slots if the stages need the room. For one convolution the number is that of
+        `Conv1x1Forward.results`. For two convolutions each part of the result has a slot, because results can be copied
+        away between the two products.
+        """
         most = self.columns // CHUNK if self.channels_2 else 3 if self.adds else 2
         return max(2 if self.adds else 1, min(most, self._places(self.blocks) - 2))
 
     @property
     def stages(self) -> int:
-        """Stages of a team; fewer than the necessary 2 if the weights leave no room."""
+        """Stages of a team; fewer than the necessary two if the weights leave too little room."""
         return min(STAGES, self._places(self.blocks) - self.results)
 
     @property

@@ -1,20 +1,20 @@
-// INT8 convolutions on Hopper that are bound by its tensor cores: 3x3 with padding 1 and stride 1 or 2, and 1x1 with many
-// filters.
+// INT8 convolutions on Hopper that are bound by the tensor cores: 3x3 with padding 1 and stride 1 or 2, and 1x1 with
+// many filters.
 //
 //     y[filter, pixel] = sum over taps and channels of w[filter, tap, channel] * x[pixel + tap, channel], as in conv3x3.cu
 //
-// A tile in shared memory is some rows of one or several images, the row above and below them, and a column of zeros on the
-// left. It consists of parts of up to 128 channels. In a part, a tap of all pixels is a contiguous range of rows, which wgmma
-// takes as its B operand. The zero to the right of a row is the one to the left of the next row. With several images, row 0
-// of all images comes first, then row 1 of all images, and so on: they share the zero rows above and below, and the distance
-// between consecutive rows is constant. For 1x1, a tile is consecutive pixels. With stride 2, the same channels give four
-// parts: the pixels in even or odd rows and even or odd columns. Each part serves 1, 2 or 4 of the taps, which lie as with
-// stride 1.
+// A tile in shared memory is some rows of one or several images, the row above and below them, and a column of zeros on
+// the left. It consists of parts of up to 128 channels. In a part, a tap of all pixels is a contiguous range of rows,
+// which wgmma reads as its B operand. The zero to the left of a row also serves as the zero to the right of the
+// previous row. With several images, row 0 of all images comes first, then row 1 of all images, and so on: they share
+// the zero rows above and below, and the distance between consecutive rows is constant. For 1x1, a tile is consecutive
+// pixels. With stride 2, the same channels give four parts: the pixels in even or odd rows and even or odd columns.
+// Each part serves 1, 2 or 4 taps, which read the part as with stride 1.
 //
-// Two teams of four warps alternate: one multiplies by 64 filters while the other requantises. Weights come in pieces: 64
-// filters of one part of one tap. They stay in shared memory if all of a block's weights fit, else they are streamed. The two
-// blocks of a cluster need the same weights at the same time: each loads one half from the L2 cache, for both. The addend is
-// loaded ahead, into the slot where the result will be written.
+// Two teams of four warps alternate: one team multiplies by 64 filters while the other team requantises. Weights come
+// in pieces: 64 filters of one part of one tap. Weights stay in shared memory if all weights of a block fit; otherwise
+// they are streamed. The two blocks of a cluster need the same weights at the same time, so each block loads one half
+// from the L2 cache, for both blocks. The addend is loaded ahead, into the slot where the result will be written.
 #include "integer_products.cuh"
 #include "pipeline.cuh"
 
@@ -23,7 +23,8 @@ constexpr int TEAMS = 2, TEAM_THREADS = TEAM_WARPS * WARP, MMA_THREADS = TEAMS *
 constexpr int THREADS = MMA_THREADS + 3 * WARP;   // three producer warps: for weights, pixels and addends
 constexpr int PEERS = 2;                          // blocks of a cluster
 constexpr int MAX_PLACES = 16, MAX_STAGES = 40;   // slots for parts of tiles; stages of weights
-constexpr int MAX_RESULTS = 4;  // result slots if there is an addend; otherwise one for each team, or one for both
+// most result slots, with an addend; without an addend there is one slot for each team, or one for both
+constexpr int MAX_RESULTS = 4;
 constexpr int RESULT_VECTORS = FILTERS / VECTOR;  // vectors of a pixel's results
 
 // At the start of shared memory. Then follow, in vectors: `stages` of weights, `places` slots for parts of tiles, `results`
@@ -49,7 +50,8 @@ struct TappedImages {
     __device__ uint32 pairs() const { return (uint32((images + together - 1) / together) * strips() + PEERS - 1) / PEERS; }
 };
 
-// The work of a block: `rounds` tiles, and for each tile `groups` groups of filters, from `first_group` on.
+// The work of a block: `rounds` tiles. For each tile the block computes `groups` groups of filters, from `first_group`
+// on.
 struct WorkRange {
     uint32 rank, rounds;
     int first_group, groups;
@@ -71,7 +73,8 @@ struct Strip {
     }
 };
 
-// A part: its channels and, with STRIDE 2, whether it has odd or even rows and columns. Tells which taps it serves.
+// A part: its channels and, with STRIDE 2, whether it has odd or even rows and columns. Determines the taps that the
+// part serves.
 template <int STRIDE> struct Part {
     int channels, odd_row, odd_column;
 
@@ -163,7 +166,7 @@ __device__ inline void multiply_item(int (&products)[EIGHTS][4], Control &contro
     constexpr int VECTORS = CHANNELS / VECTOR;
     const int pitch = images.pitch(), down = images.together * pitch;
     PipelineState tile = state_at(round * images.parts, images.places);
-    int before = -1, left = -1;  // previous stage of weights; part whose last use has been issued
+    int before = -1, left = -1;  // before: previous stage of weights; left: part whose last use has been issued
     for (int i = 0; i < images.parts; ++i, tile.advance(images.places)) {
         mbarrier_wait(control.full[tile.index], tile.phase);
         const uint4 *const part = pixels + tile.index * images.part_vectors;
@@ -231,7 +234,7 @@ quantised_conv_taps(const __grid_constant__ TensorMap x, const __grid_constant__
         }
         fence_barrier_init();
     }
-    // The zero to the right of the last row. What lies after it may be anything.
+    // Writes the zero to the right of the last row. The memory after this zero may have any content.
     const int copied = images.copied_pixels() * CHANNELS / VECTOR;
     for (int i = threadIdx.x; SIZE > 1 && STRIDE == 1 && i < images.places * CHANNELS / VECTOR; i += THREADS)
         pixels[i * VECTOR / CHANNELS * images.part_vectors + copied + i % (CHANNELS / VECTOR)] = uint4{};
@@ -265,8 +268,8 @@ quantised_conv_taps(const __grid_constant__ TensorMap x, const __grid_constant__
                 products[j][2] = products[j][3] = start.y;
             }
 
-            // The teams take turns. Wait for weights and pixels only after that: then the other team has seen the previous
-            // phases end.
+            // The teams take turns. The wait for weights and pixels comes after the wait for the turn: by then the
+            // other team has seen the end of the previous phases.
             const uint32 parity = (before + 1 - team) & 1;
             mbarrier_wait(control.order[team], parity);
             PipelineState stage = state_at(stay ? item % range.groups * chunks : item * chunks, images.stages);
@@ -287,7 +290,9 @@ quantised_conv_taps(const __grid_constant__ TensorMap x, const __grid_constant__
                 mbarrier_wait(control.addend_full[own_result.index], own_result.phase);
             else
                 mbarrier_wait(control.result_order[team], images.results > 1 ? (before + 1) & 1 : parity);
-            uint32 pairs[2][4] = {};  // pairs of filters of two pixels each: of 32 pixels, and of the next 32
+            // pairs[i]: pairs of filters, for two pixels each, of the first 32 pixels (i = 0) and of the next 32 pixels
+            // (i = 1)
+            uint32 pairs[2][4] = {};
             if (ADD) ldmatrix_trans(pairs[0], at);
 #pragma unroll
             for (int four = 0; four < FOURS; ++four) {
@@ -308,9 +313,9 @@ quantised_conv_taps(const __grid_constant__ TensorMap x, const __grid_constant__
                 tma_store_wait<0>();
                 arrive(ADD ? control.addend_empty[own_result.index] : control.result_order[next_user]);
             }
-            __syncwarp();  // reconverge: wgmma needs whole warps
+            __syncwarp();  // reconverge, because wgmma needs whole warps
         }
     }
     __syncwarp();
-    cluster_sync();  // until here the other block may still signal weights or send some
+    cluster_sync();  // the other block may still signal or send weights until here
 }

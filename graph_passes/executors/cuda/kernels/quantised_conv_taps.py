@@ -27,13 +27,13 @@ from graph_passes.operators.quantised import OPTIONAL_ADDEND, QUANTISED_CONVOLUT
 
 _CUDA = Declarations("quantised_conv_taps.cu")
 FILTERS, PEERS = _CUDA.values("FILTERS", "PEERS")  # FILTERS: multiplied at once; PEERS: blocks of a cluster
-# Choices for the pixels that are multiplied at once, in units of 8 pixels, by window size and stride.
+# (window size, stride) -> choices for the number of pixels that are multiplied at once, in units of 8 pixels.
 EIGHTS = {(3, 1): (26, 28, 30), (3, 2): (14, 26, 28, 30), (1, 1): (24, 26, 28, 30, 32)}
 CHANNELS = (64, 128)  # channels of a part
 MAX_PLACES, MAX_STAGES, MAX_RESULTS = _CUDA.values("MAX_PLACES", "MAX_STAGES", "MAX_RESULTS")
 CONTROL_BYTES = _CUDA.sizeof("Control")
-FEW_STAGES = 6  # stages for which a block always has room if weights are streamed; more use what is left
-L2_BYTES = 20  # bytes per clock that a multiprocessor gets from the L2 cache when all of them read
+FEW_STAGES = 6  # least number of stages if weights are streamed; further stages use the remaining memory
+L2_BYTES = 20  # bytes per clock that a multiprocessor gets from the L2 cache if all multiprocessors read
 END_CLOCKS = 80  # clocks in which a team requantises 8 pixels of 64 filters and stores them
 MAX_TILE = 256  # largest side of a tile in pixels for TMA
 
@@ -47,7 +47,9 @@ class TappedImages(ctypes.Structure):
 @dataclass(frozen=True)
 class QuantisedConvTaps:
     """Images (N, H, W, C) divided into tiles. A tile has `rows` rows of the results of several images and multiplies 8
-    * `eights` pixels; a block computes `groups` groups of 64 of the `filters`. `size`, `stride`: of the windows."""
+    * `eights` pixels; a block computes `groups` groups of 64 of the `filters`. `size`, `stride`: size and stride of the
+    windows.
+    """
 
     BLOCK: ClassVar[Size] = (_CUDA.value("THREADS"), 1, 1)
 
@@ -105,12 +107,12 @@ class QuantisedConvTaps:
 
     @property
     def more(self) -> int:
-        """Rows of a part beyond those of its results."""
+        """Rows of a part in addition to the rows of its results."""
         return 2 * self.pad if self.stride == 1 else 1
 
     @property
     def pitch(self) -> int:
-        """Pixels of a row in shared memory, including one of zeros on the left."""
+        """Pixels of a row in shared memory, including one pixel of zeros on the left."""
         return self.shape[2] // self.stride + self.pad
 
     @property
@@ -120,8 +122,9 @@ class QuantisedConvTaps:
 
     @property
     def part_bytes(self) -> int:
-        """Bytes of a part of a tile in shared memory: up to the last pixel that the last tap reads, and at least one
-        more than is copied."""
+        """Bytes of a part of a tile in shared memory: all pixels up to the last pixel that the last tap reads, and at
+        least one pixel more than TMA copies.
+        """
         line = self.together * self.pitch
         pixels = max((self.rows + self.more) * line + self.pad, self.more * (line + 1) + 8 * self.eights)
         return -(-pixels * self.channels // 1024) * 1024
@@ -174,15 +177,17 @@ class QuantisedConvTaps:
         return PEERS, max(1, min(num_multiprocessors // PEERS // across, self._pairs)), across
 
     def clocks(self, num_multiprocessors: int) -> float:
-        """Estimated clocks. The tensor cores wait for data that the L2 cache cannot deliver in time, and for free
-        result slots. With an addend, a slot is in use four times as long, since the addend's copy starts early."""
+        """The estimated time in clocks. The tensor cores wait for data that the L2 cache cannot deliver in time, and
+        for free result slots. With an addend, a slot is in use four times as long, because the addend's copy starts
+        early.
+        """
         tile_bytes = (self.rows + self.more) * self.together * self.pitch * self.channels * self.parts
         other_bytes = 0 if self._weights_stay else self.groups * self.chunks * self._stage_bytes // PEERS
         if self.adds:
             other_bytes += self.groups * FILTERS * 8 * self.eights
         multiplying, ending = self.chunks * self.channels // 32 * self.eights * 4, END_CLOCKS * self.eights
         of_group = max(multiplying, (multiplying + ending) / 2, ending * (4 if self.adds else 1) / self.results)
-        # Parts of the next tile that must wait until the last group frees their slots.
+        # Share of the next tile's parts that must wait until the last group frees their slots.
         late = max(0, 2 * self.parts - self.places) / self.parts
         waits = max(0, late * (tile_bytes / L2_BYTES - of_group))
         rounds = -(-self._pairs // self.grid(num_multiprocessors)[1])
@@ -221,7 +226,7 @@ class QuantisedConvTaps:
 
     @property
     def weights(self) -> Tiling:
-        """The TMA view of the weights: of sixteen filters, the even ones before the odd ones."""
+        """The TMA view of the weights: in each group of sixteen filters, even filters precede odd filters."""
         length = self.size**2 * self.shape[3]
         return Tiling((self.filters // 16, 2, 8, length), (16 * length, length, 2 * length),
                       (FILTERS // PEERS // 16, 2, 8, self.channels))

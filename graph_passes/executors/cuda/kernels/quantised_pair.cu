@@ -1,7 +1,7 @@
-// Two consecutive INT8 1x1 convolutions in one launch, on Hopper: the last of a residual block, with the addition, and the
-// first of the next block. The first can also be fused with the convolution of a projection shortcut. The tensor between them
-// is written, because the next addition reads it, but it is not read again here. quantised_stream.cuh explains the first
-// convolution.
+// Two consecutive INT8 1x1 convolutions in one launch, on Hopper: the last convolution of a residual block, with the
+// addition, and the first convolution of the next block. The former can also be fused with the convolution of a
+// projection shortcut. The tensor between both convolutions is written, because the next addition reads it, but this
+// kernel does not read it again. quantised_stream.cuh explains the first convolution.
 //
 // A warp has all columns of its rows. The values that it has requantised are, in the same registers, the A operand of the
 // second product. A sum over K may have any order of K, so the second convolution's weights are stored in the order of the
@@ -9,7 +9,7 @@
 #include "quantised_stream.cuh"
 
 constexpr int TEAMS = 2, MMA_WARPS = TEAMS * TEAM_WARPS;
-constexpr int COLUMNS = MAX_COLUMNS, PARTS = COLUMNS / CHUNK;  // of y
+constexpr int COLUMNS = MAX_COLUMNS, PARTS = COLUMNS / CHUNK;  // columns of y
 // setmaxnreg works on whole warpgroups: two of the four producer warps have nothing else to do
 constexpr int PAIR_THREADS = (MMA_WARPS + 4) * WARP;
 constexpr int WORD = 4;                                 // channels of a word
@@ -22,8 +22,8 @@ template <int Z_COLUMNS, bool TWO> struct alignas(1024) PairControl {
     Factors<Z_COLUMNS> of_z;
 };
 
-// Loads the second convolution's weights (K_Z, K), in tiles of 128 channels; one wgmma takes 32. They are in the register
-// order of `Words`: the A fragment words t and t + 4 belong to thread t of a quad.
+// Loads the second convolution's weights (K_Z, K), in tiles of 128 channels; one wgmma takes 32. The weights are in the
+// register order of `Words`: the A fragment words t and t + 4 belong to thread t of a quad.
 template <int Z_COLUMNS>
 __device__ inline void load_second_weights(uint4 *to, const uint32 *weight, int channels, int filters) {
     for (int i = threadIdx.x; i < PARTS * Z_COLUMNS * CHUNK_VECTORS; i += MMA_THREADS<TEAMS>) {
@@ -80,7 +80,7 @@ quantised_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
             load_tiles<TWO>(own, x, chunks, range, walk, x_2, chunks_2);
         }
     } else {
-        setmaxnreg_inc<240>();  // accumulators of both products, and the fragments between them
+        setmaxnreg_inc<240>();  // registers for the accumulators of both products, and for the fragments between them
         uint4 *const own_results = all_results + warp * results * RESULT_VECTORS;
         uint4 *const own_z = all_results + (MMA_WARPS * results + warp) * RESULT_VECTORS;
         const int own_row = warp % TEAM_WARPS * WARP_ROWS;

@@ -1,11 +1,11 @@
-"""The last INT8 convolution of a residual block and the first of the next block, in one launch.
+"""The last INT8 convolution of a residual block and the first INT8 convolution of the next block, in one launch.
 
     before    x, weight, multiplier, bias, shortcut -> QuantisedConvolution `r` -> y
               y, weight_2, multiplier_2, bias_2 -> QuantisedConvolution -> z
     after     x, weight, multiplier, bias, shortcut, weight_2, multiplier_2, bias_2 -> QuantisedPair `r` -> y, z
 
-Both with ReLU, on Hopper. Likewise a QuantisedConvStreamSum becomes a QuantisedPairSum. y is written because the next
-sum reads it, too. z is computed from y while y is still in registers.
+Both convolutions have ReLU. The kernel is for Hopper GPUs. Likewise a QuantisedConvStreamSum becomes a
+QuantisedPairSum. y is written because the next sum reads it, too. z is computed from y while y is still in registers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from graph_passes.operators.quantised import SCALE, Scales, quantised_body
 _CUDA = Declarations("quantised_pair.cu")
 BLOCK: Size = (_CUDA.value("PAIR_THREADS"), 1, 1)
 Z_COLUMNS = (64, 128)  # columns of the second product
-PLACE_BYTES = TEAMS * TILE_ROWS * CHUNK  # one stage of each team, or one result of each warp
+PLACE_BYTES = TEAMS * TILE_ROWS * CHUNK  # bytes of one stage of each team, which equal one result of each warp
 _OPS = {"QuantisedConvolution": "QuantisedPair", "QuantisedConvStreamSum": "QuantisedPairSum"}
 
 
@@ -101,7 +101,7 @@ class QuantisedPair:
     @property
     def stages(self) -> int:
         free = SHARED_BYTES - self.control_bytes - self._weight_bytes
-        return min(STAGES, free // PLACE_BYTES - self.results - 1)  # and one for z
+        return min(STAGES, free // PLACE_BYTES - self.results - 1)  # one place is for z
 
     @property
     def control_bytes(self) -> int:

@@ -1,16 +1,16 @@
-// INT8 on Hopper: the first convolution, after space to depth with 16 channels (passes/quantise_squares.py), fused with 3x3
-// max pooling at stride 2 and padding 1. The convolution's output is four times as large as the pooled one, and is never
-// written.
+// INT8 on Hopper: the first convolution, after space to depth with 16 channels (passes/quantise_squares.py), fused with
+// 3x3 max pooling at stride 2 and padding 1. The convolution's output is four times as large as the pooled output, and
+// is never written.
 //
 //     out[filter, pixel] = sum over k of weight[filter, k] * x[pixel, k]
 //
-// The weights, 256 bytes per filter, stay in registers, so the tensor cores read only pixels from shared memory. A window's
-// part of one line is 64 bytes, and starts 16 bytes later for each next pixel (`smem_desc_windows`). One group of wgmma
+// The weights, 256 bytes per filter, stay in registers, so the tensor cores read only pixels from shared memory. In one
+// line, a window has 64 bytes. The next pixel's window starts 16 bytes later (`smem_desc_windows`). One group of wgmma
 // computes one line of the convolution.
 //
-// Multipliers are quotients of scales and therefore not negative: a larger sum never gives a smaller result. So the maxima
-// are taken of the sums, and only the maxima are requantised. Maxima over lines come first: they need no values of other
-// threads.
+// Multipliers are quotients of scales and therefore not negative, so a larger sum never gives a smaller result. So the
+// kernel takes the maxima of the sums, and requantises only the maxima. Maxima over lines come first, because they need
+// no values of other threads.
 #include "tma.cuh"
 #include "integer_products.cuh"
 
@@ -18,14 +18,15 @@
 constexpr int KERNEL = 4, FILTERS = 64, STEPS = KERNEL * KERNEL / 2;
 constexpr int WIDTH = 112, GROUPS = WIDTH / 8;  // maximum number of pixels in a line of the convolution
 constexpr int LINE_VECTORS = WIDTH + KERNEL;    // a line has WIDTH + KERNEL - 1 input pixels
-// Three teams with 168 registers per thread use up an SM. While one team pools, the others multiply.
+// Three teams with 168 registers per thread use up an SM. While one team pools, the other teams multiply.
 constexpr int TEAMS = 3, TEAM_THREADS = 4 * WARP, THREADS = TEAMS * TEAM_THREADS;
-constexpr int LINES = 12;  // lines of a team in shared memory: a row of y needs 5, the others are being loaded
+// lines of a team in shared memory: a row of y needs five lines; the other lines are being loaded
+constexpr int LINES = 12;
 constexpr int PIXEL_VECTORS = FILTERS / VECTOR;
 constexpr int SMALLEST = -2147483647 - 1;
 
 struct Shared {
-    uint4 pooled[TEAMS][2][WIDTH / 2 * PIXEL_VECTORS];  // in the order of `place_of`
+    uint4 pooled[TEAMS][2][WIDTH / 2 * PIXEL_VECTORS];  // vectors are in the order of `place_of`
     uint4 lines[TEAMS][LINES][LINE_VECTORS];
     uint64 full[TEAMS][LINES];
 };
@@ -59,7 +60,8 @@ quantised_stem_pool(const uint4 *x, const uint32 *weight, const float *multiplie
     const uint32 first = uint64(rows) * own / teams, end = uint64(rows) * (own + 1) / teams;
     if (first == end) return;
 
-    // Lines are numbered over all images. A line of the convolution reads four lines of x and has the number of the first.
+    // Lines are numbered over all images. A line of the convolution reads four lines of x, and has the number of the
+    // first of these lines.
     const int height = size.out_height + KERNEL - 1, width = size.out_width + KERNEL - 1;
     const auto line_of = [&](uint32 row, int line) { return row / size.pooled_height * height + line; };
     const int first_row = first % size.pooled_height, last_row = (end - 1) % size.pooled_height;
@@ -88,7 +90,7 @@ quantised_stem_pool(const uint4 *x, const uint32 *weight, const float *multiplie
     const float scales[2] = {Bytes<RELU>::scale(multiplier[filter]), Bytes<RELU>::scale(multiplier[filter + 8])};
     const float scale[4] = {scales[0], scales[1], scales[0], scales[1]};
 
-    uint32 there = first_line;  // lines before this one have arrived
+    uint32 there = first_line;  // lines before `there` have arrived
     const auto multiply = [&](int(&products)[GROUPS][4], uint32 line) {
         for (; there < line + KERNEL; ++there)
             mbarrier_wait(shared.full[team][(there - first_line) % LINES], (there - first_line) / LINES % 2);
@@ -150,7 +152,7 @@ quantised_stem_pool(const uint4 *x, const uint32 *weight, const float *multiplie
             }
         }
         asm volatile("bar.sync %0, %1;" :: "r"(team + 1), "n"(TEAM_THREADS) : "memory");  // barrier of the team
-        if (in_team == 0) load_before(line + 2 + LINES);  // all warps are done with the lines before line + 2
+        if (in_team == 0) load_before(line + 2 + LINES);  // all warps have finished with the lines before line + 2
         const int vectors = size.pooled_width * PIXEL_VECTORS;
         for (int v = in_team; v < vectors; v += TEAM_THREADS) y[row * size_t(vectors) + v] = pooled[place_of(v)];
 #pragma unroll

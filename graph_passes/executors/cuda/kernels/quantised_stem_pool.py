@@ -4,7 +4,7 @@
     after     squares, weight, multiplier, bias -> QuantisedStemPool `pool`
 
 The first convolution reads 2x2 squares (`passes/quantise_squares.py`). The largest tensor of the network is not
-written. The result is the same to the bit. Teams of warps walk over the rows of all images.
+written. The result is bit-identical. Teams of warps walk over the rows of all images.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
 // INT8 1x1 convolutions on Hopper, with the design of conv1x1_forward.cuh: shared by quantised_conv_stream.cu and
 // quantised_pair.cu.
 //
-// A block keeps the weights of COLUMNS filters in shared memory. It has TEAMS teams of four MMA warps, and one TMA warp per
-// team. Each team walks over tiles of 64 rows, independently of the others: while one multiplies, another requantises, and
-// TMA loads the next tiles and stores results. In the epilogue a warp works on its 16 rows, 128 filters at a time, in shared
-// memory: TMA loads the addend there and stores the result from there.
+// A block keeps the weights of COLUMNS filters in shared memory. It has TEAMS teams of four MMA warps, and one TMA warp
+// per team. Each team walks over tiles of 64 rows, independently of the other teams: one team can multiply while
+// another requantises, and TMA loads the next tiles and stores results. In the epilogue a warp works on its 16 rows,
+// 128 filters at a time, in shared memory: TMA loads the addend there and stores the result from there.
 #pragma once
 #include "conv1x1_tiles.cuh"
 #include "integer_products.cuh"
 
 constexpr int CHUNK = 128, STEP = 32, MAX_RESULTS = 3;  // channels of a tile, and of one wgmma; result slots of a warp
 
-// Bias and multiplier of COLUMNS filters, in the order in which the threads of a quad read them. bias: two of 8 columns,
-// repeated for two rows. multiplier: four of 16 columns.
+// Bias and multiplier of COLUMNS filters, in the order in which the threads of a quad read them. An element of `bias`
+// has two of 8 columns, repeated for two rows. An element of `multiplier` has four of 16 columns.
 template <int COLUMNS> struct Factors {
     int4 bias[COLUMNS / 8][4];
     float4 multiplier[COLUMNS / 16][4];
@@ -25,10 +25,10 @@ template <int TEAMS, int COLUMNS, int CONVOLUTIONS> struct alignas(1024) Control
     uint64 full[TEAMS][MAX_STAGES], empty[TEAMS][MAX_STAGES], addend[TEAMS * TEAM_WARPS][MAX_RESULTS];
 };
 
-// The filter that belongs to a column of the accumulators. Among 128 columns, thread t of a quad has 32 neighbouring filters,
-// as two vectors of 16: one from the first 64 columns, one from the last 64. The vectors 2t and 2t + 1 are neighbours in a
-// row. So the eight threads of two rows access their first vectors in different banks of shared memory, and then their second
-// vectors.
+// The filter that belongs to a column of the accumulators. Among 128 columns, thread t of a quad has 32 neighbouring
+// filters, as two vectors of 16: one from the first 64 columns, one from the last 64. The vectors 2t and 2t + 1 are
+// neighbours in a row. So the eight threads of two rows access different banks of shared memory, first for their first
+// vectors and then for their second vectors.
 template <int COLUMNS> __device__ inline int streamed_filter(int column) {
     if (COLUMNS == 64) return filter_of(column);
     return column / 128 * 128 + (column % 8 / 2 * 2 + column / 64 % 2) * VECTOR + column % 64 / 8 * 2 + column % 2;
@@ -74,9 +74,9 @@ __device__ inline void load_factors(Factors<COLUMNS> &to, const float *multiplie
     }
 }
 
-// Called by one thread. Starts the loads of the team's tiles, as stages become empty: for each tile `chunks` of x and, with
-// TWO, `chunks_2` of x_2, which has the rows of y. This is `load_tiles` of conv1x1_forward.cuh without clusters; as one
-// template with it, dgrad_stream or quantised_pair is compiled to other machine code.
+// Called by one thread. Starts the loads of the team's tiles, as stages become empty: for each tile `chunks` of x and,
+// with TWO, `chunks_2` of x_2, which has the rows of y. This is `load_tiles` of conv1x1_forward.cuh without clusters;
+// if both were one template, dgrad_stream or quantised_pair would be compiled to different machine code.
 template <bool TWO>
 __device__ inline void load_tiles(const Stages &stages, const TensorMap &x, int chunks, const TileRange &range,
                                   const TileStep &walk, const TensorMap &x_2, int chunks_2) {
@@ -118,7 +118,7 @@ __device__ inline void multiply_tile(int (&products)[EIGHTS][4], const Factors<E
         if (channels - c * CHUNK > CHUNK / 2)
             multiply_chunk<CHUNK / STEP>(products, a, b);
         else
-            multiply_chunk<CHUNK / STEP / 2>(products, a, b);  // the other half is zeros
+            multiply_chunk<CHUNK / STEP / 2>(products, a, b);  // the other half of the chunk is zeros
         int8_mma_wait<1>();
         if (c > 0 && lane == 0) arrive(stages.empty[before]);
         before = pipe.index;
@@ -174,9 +174,9 @@ template <bool ADD, bool RELU, bool SHIFTED = false> struct ToInt8 {
     }
 };
 
-// Converts integers that are still to be added, without ReLU, to bytes with an offset of LARGEST. Values are in units of 2^24
-// and are rounded as in `Bytes`. One instruction saturates them to the range of 23 bits, and one Hopper instruction then
-// clamps to 0 ... 254.
+// Converts results that will be used as addends, without ReLU, to bytes with an offset of LARGEST. Values are in units
+// of 2^24 and are rounded as in `Bytes`. One instruction saturates them to the range of 23 bits, and one Hopper
+// instruction then clamps to 0 ... 254.
 struct ToShifted {
     static constexpr float UNIT = 1 << 24, MIDDLE = 0.75;  // between 0.5 and 1 the last bit is 1 / UNIT
     __device__ uint32 operator()(const int (&accumulator)[4], const float (&scale)[4], uint32) const {

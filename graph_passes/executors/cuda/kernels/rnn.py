@@ -4,8 +4,8 @@
     after     RNNTrain(algorithm=persist_static), RNNBackward(algorithm=persist_static)
 
 A layer and its backward pass use the same algorithm, because the backward pass reads the algorithm's `reserve`;
-inference has its own. Persistent algorithms keep the weights on the chip. This is faster if they fit and the batch has
-few sequences.
+inference chooses its own algorithm. Persistent algorithms keep the weights on the chip. These are faster if the weights
+fit and the batch has few sequences.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def rnn_algorithm(table: Candidates, layer: Candidate) -> Iterator[Node]:
 
 
 def rnn_backward(table: Candidates, layer: Candidate) -> Iterator[Node]:
-    """Yield the backward pass of another RNNTrain that computes the same, from this node's `reserve`."""
+    """Yield the backward pass that reads the `reserve` of another RNNTrain with equal results."""
     for other in table.makers(layer.output("output"), "RNNTrain"):
         reserve = other.output("reserve")
         for backward in table.readers(reserve, "RNNBackward"):
@@ -40,7 +40,7 @@ def rnn_backward(table: Candidates, layer: Candidate) -> Iterator[Node]:
 def forward(builder: Builder, node: Node) -> None:
     plan, training = _plan(builder, node), node.op == "RNNTrain"
     reserve = None
-    if training:  # its size is known to cuDNN only
+    if training:  # only cuDNN knows the size of `reserve`
         reserve = builder.output(node, "reserve", shape=(-(-plan.reserve_bytes // builder.item_bytes),))
     x, y = builder.input(node, "data"), builder.output(node)
     builder.call(node, "rnn_forward", plan.forward, *_read(builder, node), Out(y),
@@ -52,7 +52,8 @@ def backward(builder: Builder, node: Node) -> None:
     """Launch all gradients. The gradients of data and weights each take as many operations as the forward pass."""
     plan = _plan(builder, node)
     reserve = builder.input(node, "reserve")
-    if reserve.num_bytes < plan.reserve_bytes:  # for timing alone; otherwise the forward pass has filled it
+    # too small only if the node is timed alone; in a step the forward pass has made and filled the buffer
+    if reserve.num_bytes < plan.reserve_bytes:
         reserve.shape, reserve.dtype = (plan.reserve_bytes,), "uint8"
     gradients = [Out(_output(builder, node, f"{name}_grad")) for name in ("data", "parameters", "state", "state_cell")]
     builder.call(node, "rnn_backward", plan.backward, In(builder.input(node, "out_grad")), *_read(builder, node),
@@ -69,7 +70,7 @@ def _plan(builder: Builder, node: Node) -> RecurrentPlan:
 
 
 def _read(builder: Builder, node: Node) -> list[In]:
-    """Data, parameters and initial states."""
+    """The operands of data, parameters and initial states."""
     names = operators.OPERATORS[node.op].input_names(node)
     return [In(builder.input(node, name) if name in names else None)
             for name in ("data", "parameters", "state", "state_cell")]

@@ -1,4 +1,4 @@
-// Images whose channels are multiplied by one factor each, as layer scale does it, and the gradients of both.
+// Layer scale: multiplies each channel of images by its own factor. Also the gradients of images and factors.
 #include "batch_norm.cuh"
 
 // y = x * gamma. y may alias x.

@@ -1,4 +1,4 @@
-"""Images whose channels are multiplied by one factor each, and the gradients of both."""
+"""Layer scale: multiplies each channel of images by its own factor. Also the gradients of images and factors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def forward(builder: Builder, node: Node) -> None:
 
 
 def backward(builder: Builder, node: Node) -> None:
-    """Both gradients from one pass over the data."""
+    """Launch both gradients, in one pass over the data."""
     dy, x = builder.input(node, "out_grad"), builder.input(node, "data")
     rows, channels = rows_and_channels(node, x)
     grid = builder.reduce_grid(rows, channels)

@@ -1,10 +1,11 @@
-// The end of a classifier with an independent yes or no per class: bias, sigmoid, binary cross entropy, its gradient, hits.
+// The end of a classifier with an independent yes or no per class: bias, sigmoid, binary cross entropy, gradient of the
+// loss, hits.
 #include "labels.cuh"
 
 // One block per row. Arguments, targets, ranks and outputs are those of softmax_cross_entropy in softmax.cu, except:
-//   with `threshold` above 0, targets above it become 1 and others 0
-//   probabilities: 1 / (1 + exp(-score))
-//   row_loss: the mean over the classes of -target * log(probability) - (1 - target) * log(1 - probability)
+//   with `threshold` above 0, targets above the threshold become 1, all other targets 0 probabilities: 1 / (1 +
+//   exp(-score)) row_loss: the mean over the classes of -target * log(probability) - (1 - target) * log(1 -
+//   probability)
 // Shapes: scores, gradient (N, pitch); bias (K), labels (N), own_share (1), probabilities (N, K), row_loss (N), loss_scale
 // (1) fp32; row_rank (N). One row an image, classes = K.
 template <class T>

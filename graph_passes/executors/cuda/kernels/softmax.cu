@@ -6,13 +6,11 @@ struct Metrics {
     uint64 top1, top5, count;
 };
 
-// One block per row. The first `classes` elements of a row of `scores` (rows, pitch) are used; the bias is added here, in
-// fp32. labels.cuh defines the targets and the ranked label. With WEIGHTED, each class's target is multiplied by the class's
-// weight.
-// Outputs (each is skipped if its pointer is null):
-//   probabilities (rows, classes) fp32
-//   gradient (rows, pitch): (probability * sum of targets - target) * gradient_scale * *loss_scale, 0 beyond `classes`
-//   row_loss (rows): cross entropy against the targets; NaN for a label outside the classes, so that it is noticed
+// One block per row. The first `classes` elements of a row of `scores` (rows, pitch) are used; the bias is added here,
+// in fp32. labels.cuh defines the targets and the ranked label. With WEIGHTED, each class's target is multiplied by the
+// class's weight. Outputs (each is skipped if its pointer is null): probabilities (rows, classes) fp32 gradient (rows,
+// pitch): (probability * sum of targets - target) * gradient_scale * *loss_scale, 0 beyond `classes` row_loss (rows):
+// cross entropy against the targets; NaN for a label outside the classes, so that the error is noticed
 //   row_rank (rows): number of classes ranked before the ranked label: 0 is a top-1 hit, below 5 a top-5 hit
 // Shapes: scores, gradient (N, pitch); bias (K), labels (N), own_share (1), probabilities (N, K), row_loss (N), loss_scale
 // (1), class_weights (K) fp32; row_rank (N). One row an image, classes = K.
@@ -21,7 +19,7 @@ __global__ void softmax_cross_entropy(const T *scores, const float *bias, const 
                                       float *probabilities, T *gradient, float *row_loss, int *row_rank,
                                       const float *loss_scale, float gradient_scale, float smoothing, int classes,
                                       int pitch, const float *class_weights) {
-    extern __shared__ float score[];  // of this row, later exp(score - maximum)
+    extern __shared__ float score[];  // scores of this row, later exp(score - maximum)
     const int row = blockIdx.x;
     float largest = -INF;
     for (int c = threadIdx.x; c < classes; c += blockDim.x) {

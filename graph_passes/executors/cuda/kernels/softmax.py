@@ -33,7 +33,7 @@ def sigmoid(builder: Builder, node: Node) -> None:
 
 
 def custom(builder: Builder, node: Node) -> None:
-    """As `softmax`, for a loss whose kernel is written by its formula."""
+    """Like `softmax`, for a loss whose kernel is generated from a formula."""
     _loss(builder, node, written(formula_of(node)), builder.kernel("custom_loss"), _gradient_scale(builder, node))
 
 

@@ -1,20 +1,20 @@
-// ResNet's first convolution on tensor cores: 7x7 with stride 2 and padding 3 on 4-channel images, 64 filters. Forward, with
-// the sums of BatchNorm; and the gradient of its weights, fused with the gradient of BatchNorm + ReLU + max pooling. Nothing
-// else reads that gradient, so it is never written.
+// ResNet's first convolution on tensor cores: 7x7 with stride 2 and padding 3 on 4-channel images, 64 filters. Forward,
+// with the sums of BatchNorm; and the gradient of its weights, fused with the gradient of BatchNorm + ReLU + max
+// pooling. No other node reads that gradient, so it is never written.
 //
 //     out[pixel, filter] = sum over k of a[pixel, k] * w[filter, k]
 //
-// For each of the 7 kernel rows, k runs over 8 taps of 4 channels; the first tap is padding, and its weight is 0. These are
-// 64 bytes of one image row, which start 16 bytes later for each next pixel. `ldmatrix` reads rows of 16 bytes from any
-// address, so an image row in shared memory serves as the matrix a, without im2col. PTX ISA, "Matrix Fragments for
-// mma.m16n8k16" and "ldmatrix".
+// For each of the 7 kernel rows, k runs over 8 taps of 4 channels; the first tap is padding, and its weight is 0. The 8
+// taps are 64 bytes of one image row; for the next output pixel they start 16 bytes later. `ldmatrix` reads rows of 16
+// bytes from any address, so an image row in shared memory serves as the matrix a, without im2col. PTX ISA, "Matrix
+// Fragments for mma.m16n8k16" and "ldmatrix".
 #include "batch_norm_relu_max_pool.cuh"
 #include "moments.cuh"
 
 constexpr int SIZE = 7, TAPS = SIZE + 1, IMAGE_CHANNELS = 4, FILTERS = 64;
 constexpr int FILTER_VECTORS = FILTERS / VEC;
 constexpr int THREADS = 256, WARPS = THREADS / WARP;
-constexpr int OUT_ROWS = 4;                                  // of one work item
+constexpr int OUT_ROWS = 4;  // output rows of one work item
 constexpr int IN_ROWS = 2 * OUT_ROWS + SIZE - 2;
 constexpr int ROW_OF_K = TAPS * IMAGE_CHANNELS;              // values of k in one kernel row
 constexpr int LEFT = 2;                                      // vectors of zeros left of an image row
@@ -29,7 +29,7 @@ __device__ inline void clear(uint4 *to, int vectors) {
     for (int i = threadIdx.x; i < vectors; i += THREADS) to[i] = make_uint4(0, 0, 0, 0);
 }
 
-// Starts the copies of the image rows that OUT_ROWS output rows read, from `out_row` on.
+// Starts the copies of the image rows that are read by OUT_ROWS output rows, from `out_row` on.
 template <class T>
 __device__ inline void copy_image_rows(uint4 *to, int pitch, const T *x, int image, int out_row, Image size) {
     const int vectors = size.width / 2;
@@ -89,8 +89,8 @@ stem_fprop(const T *x, const T *w, Packed<T> *y, float *sums, Moments *partials,
     const int pitch = row_vectors(tiles), groups = (size.out_height + OUT_ROWS - 1) / OUT_ROWS;
     clear(shared, 2 * IN_ROWS * pitch);
 
-    // Any filter may be any column of the product. A thread gets columns 2q and 2q + 1 of each of the four accumulator tiles.
-    // Filters are assigned to columns such that these are 8 neighbouring filters.
+    // Filters can be assigned to the columns of the product in any order. A thread gets columns 2q and 2q + 1 of each
+    // of the four accumulator tiles. The order is chosen such that these columns are 8 neighbouring filters.
     uint32 weights[2 * SIZE][4][2];
 #pragma unroll
     for (int step = 0; step < 2 * SIZE; ++step) {
@@ -155,7 +155,7 @@ stem_fprop(const T *x, const T *w, Packed<T> *y, float *sums, Moments *partials,
                 }
             }
         }
-        __syncthreads();  // the next round overwrites this buffer
+        __syncthreads();  // the next round may then overwrite this buffer
     }
 
 #pragma unroll
@@ -180,11 +180,12 @@ stem_fprop(const T *x, const T *w, Packed<T> *y, float *sums, Moments *partials,
 
 // partials[block] (FILTERS, SIZE * ROW_OF_K) = the block's part of
 //     dw[filter, k] = sum over pixels of dy[pixel, filter] * a[pixel, k]
-// dy is the gradient of BatchNorm + ReLU + max pooling, computed here (`PoolGradient`). Each half of the warps computes 32
-// filters; within a half, each of the four warps computes 7 of the 28 groups of 8 values of k. Dynamic shared memory has dy
-// of an item, then its image rows. The vectors of a pixel of dy are ordered such that `ldmatrix` has no bank conflicts.
-// Shapes: data (N, H, W, 4); x (N, OH, OW, K), what BatchNorm reads; dz (N, PH, PW, K), after pooling;
-// winner (N, PH, PW, K) bytes; saved (2, K), gamma, dgamma, dbeta (K), partials (gridDim.x, K, 7 * ROW_OF_K) fp32. rows = N*OH*OW.
+// dy is the gradient of BatchNorm + ReLU + max pooling, computed here (`PoolGradient`). Each half of the warps computes
+// 32 filters; within a half, each of the four warps computes 7 of the 28 groups of 8 values of k. Dynamic shared memory
+// has dy of an item, then its image rows. The vectors of a pixel of dy are ordered such that `ldmatrix` has no bank
+// conflicts. Shapes: data (N, H, W, 4); x (N, OH, OW, K), the input of BatchNorm; dz (N, PH, PW, K), after pooling;
+// winner (N, PH, PW, K) bytes; saved (2, K), gamma, dgamma, dbeta (K), partials (gridDim.x, K, 7 * ROW_OF_K) fp32. rows
+// = N*OH*OW.
 template <class T>
 __global__ void __launch_bounds__(THREADS, 2)
 stem_wgrad(const T *data, const Packed<T> *x, const Packed<T> *dz, const uint2 *winner, const float *saved,

@@ -7,9 +7,9 @@ weights fused with the gradient of its output.
     before    dy, winner, x -> BatchNormReluMaxPoolBackwardApply -> dx;  dx, image -> ConvolutionWgrad `dw`
     after     dy, winner, x, image -> StemWgrad `dw`
 
-For 7x7 with stride 2 from 3 or 4 channels to 64, in NHWC. cuDNN has no statistics for 4 channels and, in bfloat16, no
-fast engine either. The gradient of the network's largest tensor is not written. Hopper has its own kernels
-(stem_forward.cu, stem_weights.cu).
+The kernels are for 7x7 with stride 2 from 3 or 4 channels to 64, in NHWC. cuDNN has no statistics for 4 channels and,
+in bfloat16, no fast engine either. The gradient of the network's largest tensor is not written. Hopper GPUs have their
+own kernels (stem_forward.cu, stem_weights.cu).
 """
 
 from __future__ import annotations
@@ -45,11 +45,10 @@ WINDOW = ((SIZE, SIZE), (2, 2), (3, 3), (1, 1))  # kernel, stride, pad, dilation
 CHANNELS = (3, 4)  # channels of the images; three are padded to four
 STEM_BLOCK: Size = (_CUDA.value("THREADS"), 1, 1)
 OUT_ROWS, IN_ROWS = _CUDA.values("OUT_ROWS", "IN_ROWS")  # rows of an item of work
-STATIC_BYTES = 3100  # shared memory in addition to what `stem_work` counts
+STATIC_BYTES = 3100  # bytes of static shared memory, which `stem_work` does not count
 SHARE = FILTERS * SIZE * _CUDA.value("ROW_OF_K")  # floats of the weights' gradient that each block writes
 
 
-# --- where they can be ---
 
 
 def stem_fprop(table: Candidates, sums: Candidate) -> Iterator[Node]:
@@ -84,7 +83,7 @@ def _stem_wgrad(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Sha
 
 
 def _pooling_of(node: NodeView) -> NodeView:
-    """The node, without inputs, of the gradient that a StemWgrad computes internally."""
+    """The gradient that a StemWgrad computes internally, as a node without inputs."""
     attrs = {**POOLING_WINDOW, "layout": node["layout"], **{name: node[name] for name in ATTRIBUTES}}
     pooling: NodeView = node.replace(op="BatchNormReluMaxPoolBackwardApply", attrs=attrs)
     return pooling
@@ -114,7 +113,7 @@ def stem_work(out_shape: Shape) -> tuple[int, int, int, int]:
 
 
 def _require_support(builder: Builder, node: Node, out_shape: Shape) -> None:
-    """Raise GraphError if these kernels do not support the GPU or need more shared memory than it has."""
+    """Raise GraphError if these kernels do not support the GPU or need more shared memory than the GPU has."""
     _, _, image_bytes, gradient_bytes = stem_work(out_shape)
     needed = image_bytes + max(image_bytes, gradient_bytes) + STATIC_BYTES
     require(builder.gpu.capability >= (8, 0) and needed <= builder.gpu.max_shared_bytes, node,
@@ -164,7 +163,7 @@ def wgrad(builder: Builder, node: Node) -> None:
 
 
 def sum_shares(builder: Builder, node: Node, shares: Scratch, blocks: int) -> None:
-    """Launch the sum of the parts of the gradient that the blocks have left."""
+    """Launch the sum of the parts of the gradient that the blocks have written."""
     builder.launch(node, "stem.cu", builder.kernel("stem_wgrad_sum"), (FILTERS * SIZE, 1, 1), (32, 8, 1),
                    shares, Out(builder.output(node)), ctypes.c_int(blocks))
 

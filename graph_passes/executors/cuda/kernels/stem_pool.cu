@@ -79,7 +79,7 @@ stem_pool(const T *x, const T *w, const float *bias, const __grid_constant__ Ten
                 }
             }
             if (!ends_window) continue;
-            if (row > 2 * first || row + 1 == size.out_height) {  // skip the row before a strip's first window
+            if (row > 2 * first || row + 1 == size.out_height) {  // skips the row before the strip's first window
                 uint4 *const pooled = shared.pooled[role.team][buffer];
                 if (in_team == 0) tma_store_wait<1>();
                 team_sync<TEAM_THREADS>(role.team);

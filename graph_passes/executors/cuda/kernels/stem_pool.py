@@ -3,7 +3,7 @@
     before    image, weight, bias -> ConvolutionRelu -> Pooling `pool`
     after     image, weight, bias -> StemPool `pool`
 
-For 16-bit types and Hopper GPUs. The largest tensor of the network is not written.
+The kernel is for 16-bit types and Hopper GPUs. The largest tensor of the network is not written.
 """
 
 from __future__ import annotations

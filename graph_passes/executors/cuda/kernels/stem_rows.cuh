@@ -3,29 +3,29 @@
 //
 //     out[filter, pixel] = sum over k of w[filter, k] * x[pixel, k]
 //
-// For each of the 7 kernel rows, k runs over 8 taps of 4 channels; the first tap is padding, and its weight is 0. These are
-// 64 bytes of one image row, which start 16 bytes later for each next pixel. wgmma reads them as its B operand from shared
-// memory, without im2col (`smem_desc_windows`). The weights stay in registers.
+// For each of the 7 kernel rows, k runs over 8 taps of 4 channels; the first tap is padding, and its weight is 0. The 8
+// taps are 64 bytes of one image row; for the next output pixel they start 16 bytes later. wgmma reads these bytes as
+// its B operand from shared memory, without im2col (`smem_desc_windows`). The weights stay in registers.
 //
-// A block has three teams of four MMA warps, and one producer warp per team. A team waits for its products, its stores and
-// its own warps; with two teams the tensor cores and the memory were idle half of the time. A team walks down strips of an
-// image's rows. Image rows are loaded in pairs: pair t is rows 2t - 1 and 2t. Row i of the convolution reads pairs i - 1 to i
-// + 1 and the first row of pair i + 2.
+// A block has three teams of four MMA warps, and one producer warp per team. Each team waits for its products, its
+// stores and its own warps; with only two teams the tensor cores and the memory were idle half of the time. A team
+// walks down strips of an image's rows. Image rows are loaded in pairs: pair t is rows 2t - 1 and 2t. Row i of the
+// convolution reads pairs i - 1 to i + 1 and the first row of pair i + 2.
 #pragma once
 #include "pipeline.cuh"
 
 constexpr int SIZE = 7, IMAGE_CHANNELS = 4, FILTERS = 64, PIXEL_BYTES = 2 * IMAGE_CHANNELS;
 constexpr int WIDTH = 112, GROUPS = WIDTH / 8;      // maximum number of pixels in a row of the convolution
 constexpr int TEAMS = 3, TEAM_THREADS = TEAM_WARPS * WARP, MMA_THREADS = TEAMS * TEAM_THREADS, THREADS = MMA_THREADS + TEAM_THREADS;
-// Registers per thread after setmaxnreg; the launch gives 128 to each. They move between whole warpgroups: three warps of the
-// last warpgroup load image rows, the fourth only completes it.
+// Registers per thread after setmaxnreg; the launch gives 128 to each. Registers move between whole warpgroups: three
+// warps of the last warpgroup load image rows; the fourth warp only completes the warpgroup.
 constexpr int REGS_PRODUCER = 24, REGS_MMA = 160;
 constexpr int PAIRS = 8;                            // pairs of image rows of a team in shared memory
 constexpr int LEFT = 2;                             // vectors of zeros left of an image row
-constexpr int ROW_VECTORS = 116;                    // including the window of the last pixel
+constexpr int ROW_VECTORS = 116;  // vectors of an image row, including the window of the last pixel
 
-// Must come first in a block's shared memory: compute-sanitizer takes each overlapping window for 3,584 bytes, and reports
-// windows that would end after the block's shared memory.
+// This struct must come first in a block's shared memory: compute-sanitizer assumes 3,584 bytes for each overlapping
+// window, and reports windows that would end after the block's shared memory.
 struct ImageRows {
     uint4 rows[TEAMS][PAIRS][2][ROW_VECTORS];
     uint4 zeros[ROW_VECTORS];
@@ -78,7 +78,7 @@ struct ImageRows {
     }
 };
 
-// The MMA warps of a team, and their position in its image rows.
+// The MMA warps of a team, and the position of these warps in the team's image rows.
 template <class T> struct Multiplier {
     ImageRows &images;
     const int team, lane = threadIdx.x % WARP;

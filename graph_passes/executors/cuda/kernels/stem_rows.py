@@ -26,11 +26,11 @@ class StemRows:
     SHARED_BYTES = Declarations("stem_forward.cu").sizeof("Shared")
 
     def __init__(self, shape: Shape, num_multiprocessors: int) -> None:
-        """`shape` of the output: (N, H, W, 64)."""
+        """`shape`: the shape of the output, (N, H, W, 64)."""
         images, height, _, _ = shape
 
         def rows_in_turn(strips: int) -> int:
-            """Convolution rows that the busiest team computes; each strip costs one more."""
+            """Convolution rows that the busiest team computes; each strip costs one row more."""
             rounds = -(-images * strips // (self.TEAMS * num_multiprocessors))
             return rounds * (self.ROWS * -(-height // strips) + 1)
 

@@ -1,15 +1,16 @@
-// The gradient of the weights of ResNet's first convolution on Hopper. Computes what `stem_wgrad` of stem.cu computes.
-// Separate warps load the operands, compute the gradient of the convolution's output from them, and multiply.
+// The gradient of the weights of ResNet's first convolution on Hopper. The kernel computes the same gradient as
+// `stem_wgrad` of stem.cu. Separate warps load the operands, compute the gradient of the convolution's output from
+// them, and multiply.
 //
-// At batch 256 and 224 pixels an H200 reads 668 MB (0.16 ms at 4.1 TB/s), computes 205 million elements of that gradient (12
-// instructions each, 0.08 ms if no cycle is lost) and multiplies 92 GFLOP (0.09 ms at the highest rate).
+// At batch 256 and 224 pixels an H200 reads 668 MB (0.16 ms at 4.1 TB/s), computes 205 million elements of the output's
+// gradient (12 instructions each, 0.08 ms if no cycle is lost) and multiplies 92 GFLOP (0.09 ms at the highest rate).
 //
 //     dw[filter, k] = sum over pixels of dy[pixel, filter] * window[pixel, k]
 //
-// For each of the 7 kernel rows, k runs over 8 taps of 4 channels; the first tap is padding, and nobody reads its sums. These
-// are 64 bytes of one image row, 4 vectors, which start one vector later for each next pixel. So the vectors at one position
-// in all 7 kernel rows form a matrix of 56 columns in shared memory (`smem_desc_windows_mn`), and four such matrices cover
-// all k.
+// For each of the 7 kernel rows, k runs over 8 taps of 4 channels; the first tap is padding, and its sums are never
+// read. The 8 taps are 64 bytes of one image row, or 4 vectors; for the next output pixel they start one vector later.
+// So the vectors at one position in all 7 kernel rows form a matrix of 56 columns in shared memory
+// (`smem_desc_windows_mn`), and four such matrices cover all k.
 #include "batch_norm_relu_max_pool.cuh"
 #include "pipeline.cuh"
 
@@ -21,14 +22,15 @@ constexpr int REGISTERS = 65536 / THREADS / 8 * 8, REGS_MMA = 160, REGS_OTHERS =
 static_assert(MMA_WARPS * REGS_MMA + (WARPS - MMA_WARPS) * REGS_OTHERS <= WARPS * REGISTERS,
               "setmaxnreg cannot give more registers than the launch");
 constexpr int STEP = 16;                                // pixels that a product sums over
-constexpr int OUT_ROWS = 2, IN_ROWS = 2 * OUT_ROWS + SIZE - 2, WINDOW_ROWS = 2;  // of one work item
+constexpr int OUT_ROWS = 2, IN_ROWS = 2 * OUT_ROWS + SIZE - 2, WINDOW_ROWS = 2;  // rows of one work item
 constexpr int LEFT = 2;                                 // vectors of zeros left of an image row
 constexpr int MAX_STAGES = 8;
 
 // At the start of shared memory.
 struct alignas(1024) Control { uint64 full[MAX_STAGES], empty[MAX_STAGES]; };
 
-// Named barriers, one per stage: the warps that compute an item's dy arrive, and the MMA warps wait for all of them.
+// Named barriers, one per stage: the warps that compute an item's dy arrive, and the MMA warps wait for all of these
+// warps.
 constexpr int SYNC_THREADS = (MMA_WARPS + DY_WARPS) * WARP;
 __device__ inline void signal_made(int place) {
     asm volatile("bar.arrive %0, %1;" :: "r"(place + 1), "n"(SYNC_THREADS) : "memory");
@@ -55,11 +57,11 @@ struct Stage {
           winner(reinterpret_cast<uint2 *>(dz + WINDOW_ROWS * pooled_width * FILTER_VECTORS)), pitch(layout.pixels + 3) {}
 };
 
-// partials[block] = the block's part of dw. A work item is two rows of the gradient of an image: one row of 2x2 squares of
-// `PoolGradient`. One warp loads the operands, 15 warps overwrite x by the gradient, and four warps multiply. The tensor map
-// of x is (N*OH, OW, K), in tiles of (OUT_ROWS, layout.pixels, K).
-// Shapes: data (N, H, W, 4); x (N, OH, OW, K), what BatchNorm reads; dz (N, PH, PW, K), after pooling;
-// winner (N, PH, PW, K) bytes; saved (2, K), gamma, dgamma, dbeta (K), partials (gridDim.x, K, 7 * ROW_OF_K) fp32. rows = N*OH*OW.
+// partials[block] = the block's part of dw. A work item is two rows of the gradient of an image: one row of 2x2 squares
+// of `PoolGradient`. One warp loads the operands, 15 warps overwrite x by the gradient, and four warps multiply. The
+// tensor map of x is (N*OH, OW, K), in tiles of (OUT_ROWS, layout.pixels, K). Shapes: data (N, H, W, 4); x (N, OH, OW,
+// K), the input of BatchNorm; dz (N, PH, PW, K), after pooling; winner (N, PH, PW, K) bytes; saved (2, K), gamma,
+// dgamma, dbeta (K), partials (gridDim.x, K, 7 * ROW_OF_K) fp32. rows = N*OH*OW.
 template <class T>
 __global__ void __launch_bounds__(THREADS, 1)
 stem_weights(const __grid_constant__ TensorMap x, const T *data, const T *dz, const uint8 *winner, const float *saved,
@@ -159,7 +161,8 @@ stem_weights(const __grid_constant__ TensorMap x, const T *data, const T *dz, co
                 for (int i = 0; i < 2; ++i)
 #pragma unroll
                     for (int j = 0; j < 2; ++j)
-                        if (2 * square + j < size.out_width) {  // pixels beyond the image are already zeros, as loaded
+                        // pixels beyond the image need no store: TMA has loaded zeros
+                        if (2 * square + j < size.out_width) {
                             Packed<T> *const at = pixel_at(stage.x, i, 2 * square + j);
                             if (2 * square_row + i < size.out_height)
                                 *at = packed[i][j];
@@ -167,7 +170,7 @@ stem_weights(const __grid_constant__ TensorMap x, const T *data, const T *dz, co
                                 *reinterpret_cast<uint4 *>(at) = make_uint4(0, 0, 0, 0);
                         }
             }
-            tma_store_fence();  // TMA writes this memory next
+            tma_store_fence();  // needed because TMA writes this memory next
             __syncwarp();
             signal_made(pipe.index);
         }

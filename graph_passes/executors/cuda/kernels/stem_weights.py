@@ -40,11 +40,11 @@ class StemWeights:
     CONTROL_BYTES = _CUDA.sizeof("Control")
 
     def __init__(self, shape: Shape, num_multiprocessors: int) -> None:
-        """`shape` of the convolution's output: (N, OH, OW, 64)."""
+        """`shape`: the shape of the convolution's output, (N, OH, OW, 64)."""
         images, height, width, filters = shape
         pixels, pooled_width = -(-width // self.STEP) * self.STEP, -(-width // 2)
         gradient, image = self.ROWS * pixels * filters * 2, self.IN_ROWS * (pixels + 3) * 16
-        pooled = 2 * pooled_width * filters * 3  # two rows of 2-byte values, and the winners
+        pooled = 2 * pooled_width * filters * 3  # bytes of two rows of 2-byte values, and of the winners
         stage_bytes = -(-(gradient + image + pooled) // 1024) * 1024
         stages = min(self.MAX_STAGES, (SHARED_BYTES - self.CONTROL_BYTES) // stage_bytes)
         self.fits = stages >= 2 and pixels <= self.MAX_PIXELS

@@ -4,8 +4,8 @@
 #include "common.cuh"
 
 // The tensor map (CUtensorMap): the layout of a tensor of lines, rows and columns, and the size of its tiles.
-// `Gpu.tensor_map` makes it; a kernel takes it as a `const __grid_constant__` parameter. Tiles have the layout of
-// warpgroup.cuh. Elements outside the tensor are read as zeros and not written.
+// `Gpu.tensor_map` makes tensor maps; a kernel takes a tensor map as a `const __grid_constant__` parameter. Tiles have
+// the layout of warpgroup.cuh. Elements outside the tensor are read as zeros and not written.
 struct alignas(64) TensorMap { uint64 words[16]; };
 
 __device__ inline uint32 smem_address(const void *shared) { return uint32(__cvta_generic_to_shared(shared)); }
@@ -29,7 +29,7 @@ __device__ inline void arrive_expect_tx(uint64 &barrier, uint32 bytes) {
 __device__ inline void cp_async_arrive_noinc(uint64 &barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(smem_address(&barrier)) : "memory");
 }
-// Waits until the phase with this parity has ended. The caller must have seen the phase before it end.
+// Waits until the phase with this parity has ended. The caller must have waited for the previous phase.
 __device__ inline void mbarrier_wait(uint64 &barrier, uint32 parity) {
     uint32 ended;
     do {
@@ -47,12 +47,13 @@ __device__ inline int cluster_rank() {
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
-// Barrier of all threads of a cluster. A block must not exit before it while other blocks access its shared memory.
+// Barrier of all threads of a cluster. A block must not exit before this barrier while other blocks access its shared
+// memory.
 __device__ inline void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
 }
-// Arrives at the same mbarrier in the block of this rank. This publishes only that this thread has read. Publishing its
-// writes would wait for all of them.
+// Arrives at the same mbarrier in the block of rank `block`. The arrival only tells that this thread has finished
+// reading. It does not publish this thread's writes, because it would then wait for all writes.
 __device__ inline void arrive_remote(int block, uint64 &barrier) {
     asm volatile("{\n\t.reg .b32 there;\n\t"
                  "mapa.shared::cluster.u32 there, %0, %1;\n\t"
@@ -70,7 +71,8 @@ __device__ inline void st_async(uint32 to, const float (&v)[4], uint32 barrier) 
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
                  :: "r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier) : "memory");
 }
-// Arrives at another block's `barrier`: after waiting for it, that block may overwrite what this thread has read.
+// Arrives at another block's `barrier`: after waiting for this barrier, the other block may overwrite the data that
+// this thread has read.
 __device__ inline void arrive_remote(uint32 barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" :: "r"(barrier) : "memory");
 }

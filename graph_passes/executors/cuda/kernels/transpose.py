@@ -1,4 +1,4 @@
-"""A tensor with its dimensions in another order, or with some of them backwards."""
+"""Launches the transposition of a tensor, also with reversed dimensions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graph_passes.graph import Node
 from graph_passes.operators import Shape
 from graph_passes.passes.precision import ITEM_BYTES
 
-TYPES = {2: "unsigned short", 4: "uint32", 8: "uint2", 16: "uint4"}  # CUDA's types by their bytes
+TYPES = {2: "unsigned short", 4: "uint32", 8: "uint2", 16: "uint4"}  # number of bytes -> CUDA type
 
 
 class Order(ctypes.Structure):
@@ -25,8 +25,9 @@ class Order(ctypes.Structure):
 
     @classmethod
     def of(cls, shape: Shape, axes: Sequence[int], backwards: Sequence[int] = ()) -> Order:
-        """The order for a tensor of this shape, whose dimensions are written in the order `axes`. Those of `backwards`
-        are read from their last element to the first."""
+        """The order for a tensor of this shape, whose dimensions are written in the order `axes`. The dimensions
+        `backwards` are read from the last element to the first.
+        """
         strides = [math.prod(shape[axis + 1:]) for axis in range(len(shape))]
         steps = [-strides[axis] if axis in backwards else strides[axis] for axis in axes]
         first = sum((shape[axis] - 1) * strides[axis] for axis in backwards)
@@ -40,7 +41,7 @@ def transpose(builder: Builder, node: Node) -> None:
 
 
 def reverse(builder: Builder, node: Node) -> None:
-    """The network's images keep the channel by which they are padded."""
+    """Launch the reversal of dimensions. The network's images keep their padding channel."""
     x, y = builder.input(node, "data"), builder.output(node)
     dimensions = len(x.shape)
     _launch(builder, node, x, y, range(dimensions), sorted({axis % dimensions for axis in node["axis"]}))
@@ -51,7 +52,8 @@ def _launch(builder: Builder, node: Node, x: Buffer, y: Buffer, axes: Sequence[i
     dimensions = len(x.shape)
     require(dimensions <= 4, node, f"has {dimensions} dimensions: there is a kernel for four at most")
     shape, item_bytes = x.shape, ITEM_BYTES[x.dtype]
-    if axes[-1] == dimensions - 1 and dimensions - 1 not in backwards:  # neighbours stay neighbours
+    # neighbouring elements of the last dimension stay neighbours
+    if axes[-1] == dimensions - 1 and dimensions - 1 not in backwards:
         together = math.gcd(shape[-1], max(TYPES) // item_bytes)
         shape, item_bytes = (*shape[:-1], shape[-1] // together), item_bytes * together
     items = math.prod(shape)

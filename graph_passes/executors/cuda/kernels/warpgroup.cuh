@@ -35,37 +35,38 @@ __device__ inline uint64 smem_desc_mn(const uint4 *at) {
     return (__cvta_generic_to_shared(at) & 0x3ffff) >> 4 | 512ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
-// Descriptor of an MN-major operand whose 64-column groups overlap: each starts one row after the one before. These are the
-// columns of a pixel and of its right neighbours. The swizzle is a function of the address, so the first group may start at
-// any row.
+// Descriptor of an MN-major operand whose 64-column groups overlap: each group starts one row after the previous group.
+// The groups are the columns of a pixel and of its right neighbours. The swizzle is a function of the address, so the
+// first group may start at any row.
 __device__ inline uint64 smem_desc_mn_windows(const uint4 *at) {
     return (__cvta_generic_to_shared(at) & 0x3ffff) >> 4 | 8ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
-// Descriptor of a K-major operand whose rows overlap, without swizzle: each row starts 16 bytes after the one before. These
-// are windows two 8-byte pixels apart. Groups of 8 elements of k are 16 bytes apart; groups of 8 rows are 128 bytes apart.
+// Descriptor of a K-major operand whose rows overlap, without swizzle: each row starts 16 bytes after the previous row.
+// The rows are windows that lie two 8-byte pixels apart. Groups of 8 elements of k are 16 bytes apart; groups of 8 rows
+// are 128 bytes apart.
 __device__ inline uint64 smem_desc_windows(const uint4 *at) {
     return (__cvta_generic_to_shared(at) & 0x3ffff) >> 4 | 1ull << 16 | 8ull << 32;
 }
 
-// Descriptor of the windows of `smem_desc_windows` as an MN-major operand. Row k is 8 neighbouring elements of a window; row
-// k + 1 is those of the next window, 16 bytes later. Groups of 8 rows are 128 bytes apart; groups of 8 columns are `pitch`
-// vectors apart.
+// Descriptor of the windows of `smem_desc_windows` as an MN-major operand. Row k is 8 neighbouring elements of a
+// window; row k + 1 is the corresponding elements of the next window, 16 bytes later. Groups of 8 rows are 128 bytes
+// apart; groups of 8 columns are `pitch` vectors apart.
 __device__ inline uint64 smem_desc_windows_mn(const uint4 *at, int pitch) {
     return (__cvta_generic_to_shared(at) & 0x3ffff) >> 4 | 8ull << 16 | uint64(pitch) << 32;
 }
 
 // Makes this thread's writes to shared memory visible to wgmma. A barrier must follow before the wgmma starts.
 __device__ inline void fence_view_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// wgmma_fence comes before the first wgmma of a group, wgmma_commit after the last.
+// Call wgmma_fence before the first wgmma of a group, and wgmma_commit after the last.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Waits until at most `PENDING` of this warpgroup's committed groups of wgmma are still running.
 template <int PENDING = 0> __device__ inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
 }
-// Sets the registers per thread of the warpgroup, a multiple of 8. setmaxnreg_inc waits until other warpgroups have released
-// enough: the block's total stays as launched.
+// Sets the registers per thread of the warpgroup, a multiple of 8. setmaxnreg_inc waits until other warpgroups have
+// released enough registers, because the block's total number cannot grow.
 template <int REGISTERS> __device__ inline void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
 }

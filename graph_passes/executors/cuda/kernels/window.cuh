@@ -2,7 +2,7 @@
 #pragma once
 
 struct Window {
-    int height, width;          // of the input
-    int out_height, out_width;  // of the output
+    int height, width;  // size of the input
+    int out_height, out_width;  // size of the output
     int kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w;
 };
