@@ -150,7 +150,7 @@ def _chosen(path: Path, fitting: Sequence[_Candidate], name: str) -> _Candidate:
     differing = list(dict.fromkeys(candidate.model for candidate in fitting))
     if not called and len(differing) > 1:
         raise TrainError(f"{path} may be a {' or a '.join(differing)}, which have equal arrays but compute something "
-                         f"else: say which in {path.with_suffix('.json').name} beside it, such as "
+                         f"else: name the network in {path.with_suffix('.json').name} beside it, such as "
                          f'{{"architecture": "{differing[0]}"}}')
     return (called or fitting)[0]
 
