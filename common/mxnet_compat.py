@@ -67,8 +67,8 @@ def _import_mxnet() -> Any:
     # Python would report an AttributeError from __getattr__ as "no name 'mx'"
     except (AttributeError, ImportError) as error:
         raise ProgramError(f"MXNet cannot be imported with Python {platform.python_version()} and NumPy "
-                           f"{metadata.version('numpy')} ({error}): run make setup, which installs a NumPy that it "
-                           "works with (without make: pip install numpy==1.26.4, on Python below 3.13)") from None
+                           f"{metadata.version('numpy')} ({error}): run make setup, which installs a NumPy that "
+                           "MXNet works with (without make: pip install numpy==1.26.4, on Python below 3.13)") from None
 
 
 def _missing(module: str) -> str:

@@ -19,6 +19,7 @@ import importlib.util
 import os
 import re
 import sys
+import threading
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -59,7 +60,7 @@ class Registered(NamedTuple):
 class _Loaded(NamedTuple):
     record: str
     content: bytes
-    is_named: bool  # True: the user named the plug-in; False: a run's record named it
+    is_named: bool  # True: the user named the plug-in in this call; False: a run's record named it
 
 
 class _DataFormat(NamedTuple):
@@ -72,6 +73,7 @@ _reserved: dict[str, set[str]] = {}  # kind -> names that no plug-in may take
 _loaded: dict[str, _Loaded] = {}  # by the file name of the plug-in, or the name of its entry point
 _told: set[tuple[str, str]] = set()  # pairs of records whose difference has been reported already
 _loading: list[str] = []  # records of the plug-ins that are being executed
+_lock = threading.RLock()
 _data_formats: dict[str, _DataFormat] = {}  # by the suffix of a file name
 
 
@@ -89,7 +91,9 @@ def register(kind: str, name: str, made: Any, key: str = "", data_file: str = ""
     record = _loading[-1] if _loading else ""
     key = f"{record} {key}" if key else name
     before = _registered.get((kind, key))
-    if before and (record or before.record):  # a notebook cell may be run again
+    if before and before.record and _is_of_earlier_call(before.record):
+        _forget(before.record)
+    elif before and (record or before.record):  # a notebook cell may be run again
         raise fault(f"the {kind} {name!r} exists already, at {before.place}: give it another name")
     if name in _reserved.get(kind, ()):
         raise fault(f"the {kind} {name!r} exists already, in this program: give it another name")
@@ -149,6 +153,14 @@ def active(kind: str, records: Sequence[str]) -> list[Registered]:
     return [each for each in _registered.values() if each.kind == kind and each.record in ("", *records)]
 
 
+def has(kind: str, name: str, records: Sequence[str]) -> bool:
+    """Whether one of the plug-ins `records`, or what the user has named in its place, has registered this object."""
+    found = find(kind, name)
+    if not found or found.record in ("", *records):
+        return found is not None
+    return _loaded[name_of(found.record)].is_named and name_of(found.record) in map(name_of, records)
+
+
 def call(each: Registered, *arguments: Any, what: Callable[..., Any] | None = None) -> Any:
     """Call a registered object, or its method `what`. An exception becomes a UserError with the file and line that
     raised it.
@@ -199,13 +211,27 @@ def load(words: Sequence[str]) -> tuple[str, ...]:
         if digest and digest != _parts(record)[1]:
             raise UserError(f"the {_word(file)} {file} has changed: its sha256 is {_parts(record)[1][:8]}..., not "
                             f"{digest[:8]}...; give --plugin {file} to use it as it is now")
-        if twin := next((each for each in records if name_of(each) == name_of(record) and each != record), ""):
-            raise UserError(f"the plug-ins {_parts(twin)[0]} and {file} have the same name, but a run finds them by "
-                            "name: rename one")
+        twin = _loaded.get(name_of(record))
+        if twin and twin.is_named and not {*_parts(twin.record)} & {*_parts(record)}:
+            raise UserError(f"the {_word(record)}s {_parts(twin.record)[0]} and {file} have the same name, but a run "
+                            "finds them by name: rename one of the two files")
         _load(record, content, execute, is_named=True)
         _remember(record)
         records.append(record)
     return tuple(dict.fromkeys(records))
+
+
+def begin_call() -> None:
+    """What the user has named in earlier calls of the library no longer replaces what a run has recorded."""
+    for name, each in _loaded.items():
+        _loaded[name] = each._replace(is_named=False)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Inside, no other thread is here, which could load a plug-in with the same names."""
+    with _lock:
+        yield
 
 
 @contextlib.contextmanager
@@ -224,22 +250,18 @@ def forgotten() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def known_again(registered: Registered | None) -> Iterator[None]:
-    """Give a registered object its name back inside the block: another object of this name may have replaced it since.
+def known_again(found: Iterable[Registered | None]) -> Iterator[None]:
+    """Give registered objects their names back inside the block: other objects of these names may have replaced them
+    since. None stands for an object that no plug-in has.
     """
-    if registered is None:
-        yield
-        return
-    key = registered.kind, registered.name
-    now = _registered.get(key)
-    _registered[key] = registered
-    try:
-        yield
-    finally:
-        if now:
-            _registered[key] = now
-        else:
-            del _registered[key]
+    with alone():
+        now = dict(_registered)
+        _registered.update({(each.kind, each.name): each for each in found if each})
+        try:
+            yield
+        finally:
+            _registered.clear()
+            _registered.update(now)
 
 
 def restore(records: Sequence[str], place: str, run_folder: str = "",
@@ -390,9 +412,9 @@ def _load(record: str, content: bytes, execute: Callable[[], None], is_named: bo
     if name in _loaded and _loaded[name].record == record:
         _loaded[name] = _loaded[name]._replace(is_named=is_named or _loaded[name].is_named)
         return
-    before = dict(_registered)
-    for key in [key for key, each in _registered.items() if name in _loaded and each.record == _loaded[name].record]:
-        del _registered[key]
+    before, loaded_before = dict(_registered), dict(_loaded)
+    if name in _loaded:
+        _forget(_loaded[name].record)
     _loading.append(record)
     try:
         execute()
@@ -402,10 +424,24 @@ def _load(record: str, content: bytes, execute: Callable[[], None], is_named: bo
     except BaseException:
         _registered.clear()
         _registered.update(before)
+        _loaded.update(loaded_before)
         raise
     finally:
         _loading.pop()
     _loaded[name] = _Loaded(record, content, is_named)
+
+
+def _is_of_earlier_call(record: str) -> bool:
+    """Whether a plug-in is there only because an earlier call of this process, or another run, has loaded it."""
+    loaded = _loaded.get(name_of(record))
+    return bool(loaded and loaded.record == record and not loaded.is_named)
+
+
+def _forget(record: str) -> None:
+    """Undo the loading of a plug-in."""
+    for key in [key for key, each in _registered.items() if each.record == record]:
+        del _registered[key]
+    del _loaded[name_of(record)]
 
 
 def _execute(file: str, content: bytes) -> None:

@@ -175,7 +175,7 @@ def _figure(place: str, values: Any) -> Figure:
 
 def _number(place: str, value: Any) -> float:
     if type(value) not in (int, float):
-        raise ValueError(f"{place} is {reprlib.repr(value)}, where a number belongs")
+        raise ValueError(f"{place} must be a number, not {reprlib.repr(value)}")
     if not (value == 0 or SMALLEST <= value <= LARGEST):
         raise ValueError(f"{place} is {reprlib.repr(value)}, which no measurement can give")
     return value

@@ -327,7 +327,7 @@ def _from_document(cls: type[Graph], document: dict[str, Any]) -> Graph:
     for number, entry in enumerate(entries):
         op, name = _OLD_NAMES.get(entry["op"], entry["op"]), entry["name"]
         if entry.get("subgraphs"):
-            raise GraphError(f"node '{name}' ({op}) holds a graph of its own: control flow is not supported, unroll it")
+            raise GraphError(f"node '{name}' ({op}) holds a graph of its own: unroll its control flow")
         # MXNet allows several operators with one name; here a name must identify a node
         if op != VARIABLE and taken[name] > 1:
             taken[name] -= 1

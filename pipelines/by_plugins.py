@@ -67,5 +67,5 @@ def _check(each: Registered, image_size: int, device: str, device_id: int) -> No
                         f"{lines[-1] if lines else type(error).__name__}") from error
     for shape, dtype in found:
         if (tuple(shape), dtype) != ((image_size, image_size, 3), np.uint8):
-            raise DataError(f"{what} makes {dtype} {tuple(shape)} of uint8 {(image_size, image_size, 3)}: return "
+            raise DataError(f"{what} turns uint8 {(image_size, image_size, 3)} into {dtype} {tuple(shape)}: return "
                             "images of the same type and size")

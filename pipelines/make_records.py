@@ -95,9 +95,9 @@ def _check_numbers(found: Classes, known: Classes, where: str) -> None:
     unnamed = [texts == list(map(str, range(len(texts)))) for texts in keys]
     named = keys[unnamed[0]]
     if unnamed[0] != unnamed[1] and all(map(str.isdecimal, named)) and 0 not in map(int, named):
-        raise DataError(f"{where}: the classes of one split are numbered from 0, and those of the other are called "
-                        f"{some(named)}, which may count from 0 or from 1: write a classes.txt beside the images of "
-                        "both, or convert each split into a folder of its own")
+        raise DataError(f"{where}: the classes of one split are numbered from 0, but the names in the other split, "
+                        f"{some(named)}, may count from 0 or from 1: write a classes.txt beside the images of both "
+                        "splits, or convert each split into a folder of its own")
 
 
 def plan_train_tar(path: Path, classes: Classes) -> Plan:

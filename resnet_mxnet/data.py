@@ -82,5 +82,7 @@ def create_model(name: str, num_classes: int = 1000, label_smoothing: float = 0.
     if not isinstance(label_smoothing, (int, float)) or not 0 <= label_smoothing < 1:
         raise TrainError(f"label_smoothing is {label_smoothing!r}: give a number of at least 0 and below 1")
     name, files = train.models.of_option(name)
-    plugins.load(files)
-    return train.models.create(name, num_classes, label_smoothing)
+    with plugins.alone():
+        plugins.begin_call()
+        plugins.load(files)
+        return train.models.create(name, num_classes, label_smoothing)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from common import plugins
 from train.command_line import values_of
 from train.commands import export, quantize, validate
 from train.commands.validate import Validated
@@ -63,8 +64,9 @@ def load(
     kind, number = device_and_number(device)
     given = {"checkpoint": place, "int8": int8, "device": kind, "executor": executor, "batch_size": batch_size,
              "num_threads": num_threads, "hw_decoder_load": hw_decoder_load, "max_pixels": max_pixels, "plugin": plugin}
-    options = InferenceOptions(**values_of(InferenceOptions, given, command="predict"))
-    return TrainedNetwork(Predictor.load(options, number, may_raise_batch=batch_size is None))
+    with plugins.alone():
+        options = InferenceOptions(**values_of(InferenceOptions, given, command="predict"))
+        return TrainedNetwork(Predictor.load(options, number, may_raise_batch=batch_size is None))
 
 
 def _check_place(place: Any) -> None:
@@ -191,7 +193,7 @@ class TrainedNetwork:
         """
         own = self._predictor.options
         given = {"checkpoint": self.place, "int8": own.int8, "device": own.device, "executor": own.executor,
-                 "data": data} | options
+                 "plugin": own.plugin, "data": data} | options
         return validate.main(values_of(ValidateOptions, given, command="validate"), self._predictor.workers)
 
     def export_onnx(self, file: Path, *, features: bool = ExportOptions.features,
@@ -209,8 +211,10 @@ class TrainedNetwork:
         Raises:
             UserError: the file exists or cannot be written, or onnx and onnxruntime are not installed.
         """
-        int8 = "onnxruntime" if self._predictor.options.int8 else ExportOptions.int8
-        given = {"checkpoint": self.place, "onnx": file, "int8": int8, "features": features, "overwrite": overwrite}
+        own = self._predictor.options
+        int8 = "onnxruntime" if own.int8 else ExportOptions.int8
+        given = {"checkpoint": self.place, "onnx": file, "int8": int8, "features": features, "overwrite": overwrite,
+                 "plugin": own.plugin}
         export.main(values_of(ExportOptions, given, command="export"))
 
     def quantize(self, **options: Any) -> TrainedNetwork:
@@ -229,9 +233,10 @@ class TrainedNetwork:
         Raises:
             UserError: the checkpoint has an INT8 network already, or there are too few images.
         """
-        given = {"checkpoint": self.place} | options
+        own = self._predictor.options
+        given = {"checkpoint": self.place, "plugin": own.plugin} | options
         quantize.main(values_of(QuantizeOptions, given, command="quantize"))
-        return load(self.place, int8=True, device=self._predictor.options.device)
+        return load(self.place, int8=True, device=own.device, plugin=own.plugin)
 
     def close(self) -> None:
         """Free the device's memory and all threads now. The network cannot be used afterwards."""

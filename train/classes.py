@@ -55,8 +55,8 @@ def match(
     if not has_names or (missing and is_numbered(found)):
         return Match(labels, note)
     if missing and is_whole:
-        raise TrainError(f"{data} has no class {missing[0]!r}, one of the {len(known)} of {whose}: give data of all of "
-                         "them")
+        raise TrainError(f"{data} has no class {missing[0]!r}, which {whose} has: give data with images of all "
+                         f"{len(known)} classes")
     if note:
         return Match(labels, note)
     if missing:
@@ -90,9 +90,9 @@ def _by_number(place: str, found: Classes, known: Classes, whose: str, met: Call
             _first_counted_by_network(of_found, len(known)))
         if first is None:
             named, owner, other = (known, whose, place) if is_counted[0] else (found, place, whose)
-            raise TrainError(f"the classes of {owner} are called {some(named)}, and those of {other} are numbered "
-                             f"from 0, so '1' may be the number 1 or the first class: list all classes of {place} in "
-                             "a classes.txt beside its images, the class with number 0 first")
+            raise TrainError(f"the classes of {owner} are called {some(named)}, and the classes of {other} are "
+                             "numbered from 0, so '1' may be the number 1 or the first class: list all classes of "
+                             f"{place} in a classes.txt beside its images, the class with number 0 first")
         of_found, of_known = ([number + first * is_one for number in own]
                               for own, is_one in zip((of_found, of_known), is_counted, strict=True))
     elif has_names:

@@ -113,13 +113,14 @@ def with_plugins(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def values_of(options: type, given: Mapping[str, Any], *, command: str) -> dict[str, Any]:
-    """Option values that a program gives by name, checked and converted like a command line, with plug-ins loaded. None
-    and "" count as not given. Raises UserError with the messages of the command line.
+    """Option values that a program gives by name in another call, checked and converted like a command line, with
+    plug-ins loaded. None and "" count as not given. Raises UserError with the messages of the command line.
 
     Args:
         options, command: as for `read`.
         given: values by field name, for example {"epochs": 5, "data": Path("photos"), "tensorboard": False}.
     """
+    plugins.begin_call()
     if "config" in given:
         load_preset(str(given["config"]))  # on a command line, ? would print the list of presets and exit
     if asked := {"help", "version"} & given.keys():  # on a command line, these two would print text and exit

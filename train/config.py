@@ -99,8 +99,8 @@ def check_known(values: Mapping[str, Any], options: type) -> None:
             raise TrainError(f"its run had the option {option_name(name)}, which this version of the program does not "
                              "know: use the version that the run was made with")
         if not _can_be(value, known[name], _ALL_LIMITS.get(name)):
-            raise TrainError(f"its run had {option_name(name)} {value!r}, which is not valid; use another one in "
-                             "its folder")
+            raise TrainError(f"its run had {option_name(name)} {value!r}, which is not valid; use another "
+                             "checkpoint in its folder")
 
 
 def _can_be(value: Any, default: Any, limit: Limit | None) -> bool:

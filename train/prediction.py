@@ -220,7 +220,8 @@ class Predictor:
         self.trained, self.place = prepared.trained, options.checkpoint
         # Both are stored, because finding them takes milliseconds: the network's graph must be built.
         self.num_classes, self.num_features = self.trained.num_classes, features_of(self.trained)
-        self._network = plugins.find("model", self.trained.config.model)  # None: the network is this program's own
+        named = {"model": self.trained.config.model, "loss": self.trained.config.loss}
+        self._of_plugins = [plugins.find(kind, name) for kind, name in named.items()]
         self._loaders: Kept[DaliLoader] = Kept(KEPT_LOADERS)
         self._executors: Kept[Scores | Features] = Kept(KEPT_EXECUTORS)
         self._sizes: dict[type, int] = {}  # batch size of the cuda executor of each kind
@@ -366,7 +367,7 @@ class Predictor:
         def make() -> Scores | Features:
             self._sizes[kind] = size
             config = replace(self.prepared.config, batch_size=size)
-            with plugins.known_again(self._network):
+            with plugins.known_again(self._of_plugins):
                 if kind is Scores:
                     return Scores(self.prepared, config)
                 return Features(self.trained, config, self.prepared.placement)

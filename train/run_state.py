@@ -175,5 +175,6 @@ class RunState:
 
 
 def _incomplete(checkpoint: Checkpoint, fault: str) -> TrainError:
-    return TrainError(f"{checkpoint.named} cannot be resumed, since it holds {fault}: use another one in its folder",
+    return TrainError(f"{checkpoint.named} cannot be resumed, since it holds {fault}: use another checkpoint in its "
+                      "folder",
                       on_all_ranks=True)

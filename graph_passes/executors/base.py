@@ -139,14 +139,14 @@ class Executor(ABC):
         for kind, given, own in (("parameter", params, self.params), ("running statistic", aux, self.aux)):
             for name in sorted(own.keys() ^ given.keys()):
                 fault = "is missing" if name in own else "does not belong to this network"
-                raise GraphError(f"the {kind} '{name}' {fault}: the values are those of another network")
+                raise GraphError(f"the {kind} '{name}' {fault}: give the values of this network")
             for name, value in given.items():
                 fits = np.ndim(value) == len(own[name].shape)
                 shape = tuple(self.from_canonical(name, value).shape) if fits else None
                 if shape != tuple(own[name].shape):
                     wanted = self.to_canonical(name, np.empty(own[name].shape, np.bool_)).shape
                     raise GraphError(f"the {kind} '{name}' has shape {np.shape(value)}, this network needs {wanted}: "
-                                     "the values are those of another network or image format")
+                                     "give the values of this network and image format")
         for given, own in ((params, self.params), (aux, self.aux)):
             for name, value in given.items():
                 self._assign(own[name], self.from_canonical(name, value))

@@ -302,7 +302,7 @@ def _softmax(op: str, b: _Builder, node: _Node, given: Sequence[_Value]) -> _Val
 def _activation(b: _Builder, node: _Node, given: Sequence[_Value]) -> _Value:
     kind = node.attrs["act_type"]
     if kind not in ("relu", "sigmoid", "tanh", "softrelu"):
-        raise node.fault(f"has act_type={kind}: there are relu, sigmoid, tanh and softrelu")
+        raise node.fault(f"has act_type={kind}: use relu, sigmoid, tanh or softrelu")
     return _unary(kind, b, node, given)
 
 

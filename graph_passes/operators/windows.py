@@ -65,8 +65,8 @@ def output_size(node: NodeView, size: Shape) -> Shape:
         if convention and (p >= k or (result[-1] - 1) * st >= s + p):
             raise GraphError(
                 f"{node.op} '{node.name}' has windows outside its {size[0]}x{size[1]} input (kernel={kernel}, "
-                f"stride={stride}, pad={pad}, pooling_convention={convention}), where frameworks differ: leave them "
-                "out with pooling_convention=valid (ONNX: ceil_mode=0), or pad less"
+                f"stride={stride}, pad={pad}, pooling_convention={convention}), where frameworks differ: avoid such "
+                "windows with pooling_convention=valid (ONNX: ceil_mode=0), or pad less"
             )
     return tuple(result)
 

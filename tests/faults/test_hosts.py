@@ -348,7 +348,7 @@ def test_host_joins(pair: Network, tmp_path: Path, images: Path, rng: np.random.
 @pytest.mark.slow
 @pytest.mark.parametrize("break_host, words", [
     (wrong_key, "beta: Permission denied"),
-    (another_version, "error: on beta: other code is in "),
+    (another_version, "error: on beta: the code in "),
 ])
 def test_unfit_host_joins(break_host: Callable[[Network, Path, Path], None], words: str, tmp_path: Path, images: Path,
                           new_network: Callable[..., Network]) -> None:

@@ -217,7 +217,7 @@ def test_the_kernel_compiles(loss: str) -> None:
     (lambda s, t: S.sum(s - S.sum(t, axis=1), axis=1), r"elemwise_sub .* gets \(N, C\) and \(N,\): give equal shapes"),
     (lambda s, t: S.sum(S.broadcast_sub(s, S.sum(t, axis=1)), axis=1), r"broadcast_sub .* gets \(N, C\) and \(N,\)"),
     (lambda s, t: S.sum(S.softmax(s, axis=0) * t, axis=1), r"^has the operator softmax .* needs one input of the"),
-    (lambda s, t: S.sum(S.Activation(s, act_type="softsign") * t, axis=1), "has act_type=softsign: there are relu"),
+    (lambda s, t: S.sum(S.Activation(s, act_type="softsign") * t, axis=1), "has act_type=softsign: use relu"),
     (lambda s, t: S.Group([S.sum(s * t, axis=1), S.sum(s, axis=1)]), "^returns 2 tensors: return one"),
     (lambda s, t: S.sum(S.where(S.sum(s, axis=1), s, t), axis=1), r"^has the operator where .* give equal shapes$"),
 ])

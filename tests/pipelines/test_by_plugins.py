@@ -107,9 +107,9 @@ def test_kernels_get_images_of_the_final_size(
 
 
 WRONG = {
-    "return fn.rotate(images, angle=20)": "makes uint8 (42, 42, 3) of uint8 (32, 32, 3)",
+    "return fn.rotate(images, angle=20)": "turns uint8 (32, 32, 3) into uint8 (42, 42, 3)",
     "return fn.cast(images, dtype=types.FLOAT)":
-        "makes float32 (32, 32, 3) of uint8 (32, 32, 3): return images of the same type and size",
+        "turns uint8 (32, 32, 3) into float32 (32, 32, 3): return images of the same type and size",
     "return None": "returned a NoneType: return the images, as an operator of nvidia.dali.fn gives them",
     "return fn.no_such(images)": "failed at {file}:6: AttributeError: ",
     "return fn.crop(images, crop=(64, 64))": "fails on an image of 32x32 pixels: ",

@@ -69,7 +69,8 @@ def test_unknown_command(fails):
     (["--max-pixels", "1000"], "none of the 27 images can be decoded"),
     (["--image-size", "0"], "--image-size 0 must be from 32 to 8192"),
     (["--executor", "cuda"], "--executor cuda needs an NVIDIA GPU"),
-    (["--bn-group", "2"], "--bn-group 2 needs the cuda executor, and this run has the mxnet executor: leave it out"),
+    (["--bn-group", "2"], "--bn-group 2 needs the cuda executor, and this run has the mxnet executor: leave out "
+                            "--bn-group"),
     (["--resume", "/nowhere"], "there is no checkpoint or run folder /nowhere"),
     (["--resume", "auto"], "--resume auto needs --output"),
 ])
@@ -268,15 +269,15 @@ def test_positions_that_cannot_have_been_reached(change, sentence, fails, traine
 
 
 @pytest.mark.parametrize("change, sentence", [
-    ({"loader/0": None}, "since it holds no position in the training images: use another one in its folder"),
+    ({"loader/0": None}, "since it holds no position in the training images: use another checkpoint in its folder"),
     ({"meta": {"numpy_rng": {"bit_generator": "MT19937"}}}, "since it holds no state of NumPy's random numbers ("),
     ({"meta": {"numpy_rng": []}}, "since it holds no state of NumPy's random numbers ("),
     ({"meta": {"progress": {"step": "many", "epoch": 0, "epoch_step": 3, "best_top1": -1.0}}},
-     "is not a complete checkpoint (step is 'many'); use another one in its folder"),
+     "is not a complete checkpoint (step is 'many'); use another checkpoint in its folder"),
     ({"meta": {"progress": {"step": 3, "epoch": 0, "epoch_step": 3, "best_top1": float("nan")}}},
-     "is not a complete checkpoint (best_top1 is nan); use another one in its folder"),
+     "is not a complete checkpoint (best_top1 is nan); use another checkpoint in its folder"),
     ({"loader/0": np.zeros(0, np.uint8)}, "loader position cannot be read; use another checkpoint of its folder"),
-    ({"state/momentum/classifier_bias": None}, "since it holds no momentum of classifier_bias: use another one"),
+    ({"state/momentum/classifier_bias": None}, "since it holds no momentum of classifier_bias: use another checkpoint"),
 ])
 def test_checkpoints_that_no_run_can_go_on_with(change, sentence, fails, trained, tmp_path):
     file = changed(checkpoint.find(str(trained)), tmp_path / "c.npz", **change)

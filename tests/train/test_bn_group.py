@@ -41,10 +41,10 @@ def test_members_are_neighbours_on_a_machine(monkeypatch, rank, local_rank, loca
 
 
 @pytest.mark.parametrize("local_size, group, elastic, sentence", [
-    (3, 2, "", "--bn-group 2 does not divide the number of processes on this machine, 3: give one that does"),
-    (1, 2, "", "--bn-group 2 does not divide the number of processes on this machine, 1: give one that does"),
-    (2, 4, "", "--bn-group 4 does not divide the number of processes on this machine, 2: give one that does"),
-    (4, 2, "1", "--bn-group 2 is not for elastic runs, whose groups would lose members: leave out either it or"),
+    (3, 2, "", "--bn-group 2 does not divide the number of processes on this machine, 3: give a divisor of this"),
+    (1, 2, "", "--bn-group 2 does not divide the number of processes on this machine, 1: give a divisor of this"),
+    (2, 4, "", "--bn-group 4 does not divide the number of processes on this machine, 2: give a divisor of this"),
+    (4, 2, "1", "--bn-group 2 does not work in elastic runs, because a lost process would break its group"),
 ])
 def test_refusals(monkeypatch, local_size, group, elastic, sentence):
     monkeypatch.setenv("HOROVOD_ELASTIC", elastic)

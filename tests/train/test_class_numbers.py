@@ -169,5 +169,5 @@ def test_make_records_refuses_numbers_that_may_count_from_0_or_1(tmp_path, image
         write(data / name, stored, numbers, image)
     assert not class_remarks(*(verify_split(str(data), split) for split in ("train", "val")))
     plans = {split: plan_files(data, split) for split in ("train", "val")}
-    with pytest.raises(DataError, match="one split are numbered from 0, and those of the other are called 1, 2"):
+    with pytest.raises(DataError, match="one split are numbered from 0, but the names in the other split, 1, 2"):
         with_classes(plans["val"], plans["train"].classes, f"{data}: val")

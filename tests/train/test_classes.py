@@ -84,7 +84,7 @@ def test_numbers_that_two_folders_share_are_names():
     (plain("cat", "cow"), KNOWN, False, "the class 'cow' of DATA is none of the 4 classes of the network of runs/x "
                                         "('cat', 'crane', 'crane', 'dog'): give data of these classes"),
     (plain("dog", "crane", "crane", "cat"), KNOWN, False, "the class 'crane' of DATA is none of"),  # either of the two?
-    (plain("n1", "n2", "n4"), KNOWN, True, "DATA has no class 'crane', one of the 4 of the network of runs/x: give"),
+    (plain("n1", "n2", "n4"), KNOWN, True, "DATA has no class 'crane', which the network of runs/x has: give"),
     (padded([], 5), KNOWN, False, "DATA has 5 classes and the network of runs/x has 4"),
     (plain(*"abcde"), NUMBERED, False, "DATA has 5 classes and the network of runs/x has 4"),
 ])

@@ -132,7 +132,8 @@ SOURCES |= {
         model="efficientnet_v2_s", image_size=300, val_image_size=384, val_crop_fraction=1.0, stochastic_depth=0.2),
     "convnext_tiny_600ep": with_values(
         {**SOURCES["resnet50_torchvision_v2"], TORCHVISION_README: {}, TORCHVISION_MODELS: {"stochastic_depth": 0.1}},
-        model="convnext_tiny", optimizer="adamw", weight_decay=0.05, **{"peak learning rate": 1e-3}),
+        model="convnext_tiny", optimizer="adamw", weight_decay=0.05, val_crop_fraction=224 / 236,
+        **{"peak learning rate": 1e-3}),
 }
 OUR_OWN = {"config", "data", "batch_size", "learning_rate", "ema_decay"}  # the last two in the sources' own units
 

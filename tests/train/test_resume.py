@@ -284,7 +284,7 @@ def test_files_that_are_removed_in_mid_run(gone, named, unbroken, tiny_options, 
     code, out, err = run_train("--output", folder, *tiny_options, "--log-every", "1")
     assert code == 1, err
     lost = ", earlier checkpoints are not" * ("checkpoints/" in named)
-    assert (f"error: the run has ended, but {named} been removed from {folder} meanwhile: their known content "
+    assert (f"error: the run has ended, but {named} been removed from {folder} during the run: their known content "
             f"is written again{lost}\n") in err
     if gone != "config.json":
         assert out.count("removed while the run continues: ") == named.count("/best") + named.count("metrics")
@@ -320,7 +320,7 @@ def test_files_that_are_removed_while_the_report_is_written(gone, named, unbroke
     monkeypatch.setattr(session, "has_predictions", lambda trainer, recorder: False)
     code, _, err = run_train("--output", folder, *tiny_options, report=True)
     assert code == 1, err
-    assert (f"error: the run has ended, but {named} had been removed from {folder} meanwhile: their known "
+    assert (f"error: the run has ended, but {named} had been removed from {folder} during the run: their known "
             "content is written again\n") in err
     assert_same_end(folder, unbroken)
     assert RunRecord.read_jsonl(folder / "metrics.jsonl").steps_done == 12

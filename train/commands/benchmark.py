@@ -79,8 +79,8 @@ def main(values: Mapping[str, Any]) -> None:
 def _check_profile(config: Config, placement: devices.Placement) -> None:
     """Raise TrainError if the single operators of a step cannot be measured."""
     if config.bn_group > 1:
-        raise TrainError(f"--profile measures one GPU alone, but with --bn-group {config.bn_group} it would wait for "
-                         "others; leave out one of the two")
+        raise TrainError(f"--profile measures one GPU alone, but with --bn-group {config.bn_group} a GPU waits for "
+                         "other GPUs; leave out --profile or --bn-group")
     if placement.executor != "cuda":
         raise TrainError(f"--profile measures the kernels of the cuda executor, but the executor of this run is "
                          f"{placement.executor}: leave out --profile")

@@ -124,8 +124,8 @@ def begin(values: Mapping[str, Any]) -> tuple[LanguageModelConfig, Path, Checkpo
         return config, run_folder_of(config), None
     start = checkpoint.load(file)
     if not isinstance(start.config, LanguageModelConfig):
-        raise TrainError(f"{file} belongs to a network for images, not to a language model: give another one, or "
-                         "resume it with python -m train --resume")
+        raise TrainError(f"{file} belongs to a network for images, not to a language model: give another "
+                         "checkpoint, or resume this run with python -m train --resume")
     of_run = replace(start.config.options, output=checkpoint.run_folder(file), max_steps=steps_allowed(start))
     config = LanguageModelConfig.of(replace(of_run, **values))
     config.check_goes_on(start.config, start.named)

@@ -97,7 +97,8 @@ def _quantize(options: QuantizeOptions, values: Mapping[str, Any]) -> None:
         name_images(calibration, workers)
     if (left := network.calibration["images"]) < MIN_IMAGES:
         raise TrainError(f"only {left} of the {len(chosen)} training images can be decoded, too few to calibrate on: "
-                         f"replace those that were skipped, or give data with {MIN_IMAGES} good ones or more")
+                         f"replace the skipped images, or give data with {MIN_IMAGES} or more images that can be "
+                         "decoded")
     graph = network.graph(trained)
     _print(errors, graph)
     exact = build_executor(config, trained.num_classes, size, CPU, trained)

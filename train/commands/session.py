@@ -226,7 +226,7 @@ def _check_complete(trainer: Trainer, recorder: Recorder) -> None:
     if names := list(dict.fromkeys(recorder.all_removed)):
         lost = ", earlier checkpoints are not" * any(not (trainer.run_folder / name).exists() for name in names)
         raise ProgramError(f"the run has ended, but {', '.join(names)} had been removed from {trainer.run_folder} "
-                           f"meanwhile: their known content is written again{lost}")
+                           f"during the run: their known content is written again{lost}")
 
 
 def measure_loader(loader: Loader, workers: Workers, most: float = math.inf) -> float:

@@ -86,7 +86,7 @@ def _slots(parallel: int, points: Sequence[Point]) -> list[Slot | None]:
     count = min(parallel or len(gpus) or 1, len(points))
     if gpus and count > len(gpus):
         raise TrainError(f"--parallel {parallel} needs {count} GPUs, and there {'are' if len(gpus) > 1 else 'is'} "
-                         f"{len(gpus)} here: lower it, or give --device cpu")
+                         f"{len(gpus)} here: lower --parallel, or give --device cpu")
     if count == 1:
         return [None]
     cores = topology.assign_cores(gpus, count)

@@ -170,7 +170,7 @@ def open_trainer(
             config = replace(config, **{name: getattr(train_loader.config, name) for name in FOUND_IN_DATA})
             if config.accumulate > train_loader.num_batches:  # the learning rate assumes full steps
                 raise TrainError(f"--accumulate {config.accumulate} is more than the {train_loader.num_batches} "
-                                 "batches of an epoch, but a step cannot span epochs: lower it")
+                                 "batches of an epoch, but a step cannot span epochs: lower --accumulate")
             val_loader = None
             if config.validate_every:
                 val_loader = loaders.enter_context(open_split(config, "val", placement, workers, train_loader.classes,

@@ -182,6 +182,6 @@ def _check_output(path: Path, data: str) -> None:
     if path.exists():
         raise TrainError(f"{path} is there already: give another --output")
     if data == SYNTHETIC:
-        raise TrainError(f"--output {path} is for images that have files, and those of --data {SYNTHETIC} have none: "
-                         "leave it out")
+        raise TrainError(f"--output {path} needs images with files, and the images of --data {SYNTHETIC} have no "
+                         "files: leave out --output")
     files.check_place(path, "give another --output")

@@ -5,8 +5,8 @@
 
 RMSProp, learning rate 0.064 for 1,024 images, times 0.973 after every second epoch, weight decay 1e-5, dropout 0.2;
 AutoAugment and random erasing 0.2. PyTorch's epsilon of 0.0316 outside the root is 1e-3 inside it here. Source:
-https://github.com/pytorch/vision/tree/main/references/classification#mobilenetv3-large--small, for which torchvision
-states 74.042 % top-1. What differs: docs/recipes.md.
+https://github.com/pytorch/vision/tree/main/references/classification#mobilenetv3-large--small and its pull requests
+3182 and 3354; torchvision states 74.042 % top-1. What differs: docs/recipes.md.
 
 Hardware: 8 NVIDIA GPUs, or 1. Images/sec: not measured here. Accuracy: 74.04 % expected, not measured here.
 """

@@ -57,6 +57,8 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     ),
 }
 
+OWN = tuple(name for family in FAMILIES.values() for name in family)
+
 # Other names of networks: Gluon's name, if Gluon's network is identical to a network here.
 ALIASES: Mapping[str, str] = {"resnet18_v1": "resnet18", "resnet34_v1": "resnet34"}
 
@@ -71,7 +73,7 @@ NETWORK_FILES = (".json", ".onnx")
 
 ALL = "all"  # name that stands for all networks, for options that accept several
 
-plugins.reserve("model", (ALL, *FAMILIES, *ALIASES, *(name for family in FAMILIES.values() for name in family)))
+plugins.reserve("model", (ALL, *FAMILIES, *ALIASES, *OWN))
 
 
 def _register_file(file: str, content: bytes) -> None:
@@ -102,7 +104,7 @@ def of_option(word: str, given: Sequence[str] = ()) -> tuple[str, tuple[str, ...
 
 def names() -> list[str]:
     """The names of all networks; networks of plug-ins come last."""
-    return [*(name for family in FAMILIES.values() for name in family), *plugins.names("model")]
+    return [*OWN, *plugins.names("model")]
 
 
 def named(words: Iterable[str]) -> list[str]:
@@ -135,6 +137,11 @@ def image_size(name: str) -> int:
     """
     of_plugin = plugins.find("model", name)
     return getattr(of_plugin.made, "image_size", IMAGE_SIZE) if of_plugin else OTHER_IMAGE_SIZES.get(name, IMAGE_SIZE)
+
+
+def is_own(name: str) -> bool:
+    """Whether a network is one of this program, and not a plug-in's."""
+    return name in OWN
 
 
 def is_of_file(name: str) -> bool:

@@ -52,8 +52,8 @@ def register(file: str, content: bytes) -> None:
     program cannot train.
     """
     if not plugins.is_name(Path(file).name):
-        raise TrainError(f"{file}: its network is known by the file's name, which may have letters, digits, '_', '-' "
-                         "and '.' alone: rename it")
+        raise TrainError(f"{file}: the name of this file becomes the network's name, which may have only letters, "
+                         "digits, '_', '-' and '.': rename the file")
     made = _READERS[Path(file).suffix.lower()](file, content)
     plugged.in_our_form(file, made.graph, plugged.num_scores(made.classifier), made.image_size or plugged.SIZES[0])
     plugins.register("model", Path(file).name, made, data_file=file)
@@ -64,7 +64,7 @@ def read_json(file: str, content: bytes) -> NetworkOfFile:
     try:
         graph = Graph.from_json(content.decode(), source=file)
     except UnicodeDecodeError:
-        raise TrainError(f"{file} is not text, and so no network in MXNet's JSON: write it with symbol.save()"
+        raise TrainError(f"{file} is not text, so it holds no network in MXNet's JSON: give a file of symbol.save()"
                          ) from None
     except GraphError as error:
         raise TrainError(str(error)) from None
@@ -73,7 +73,7 @@ def read_json(file: str, content: bytes) -> NetworkOfFile:
     try:
         shape = integers(graph["data"].attrs.get("__shape__", "()"))
     except (ValueError, SyntaxError, TypeError):
-        raise TrainError(f"{file} gives its data a __shape__ that is none: write it with symbol.save()") from None
+        raise TrainError(f"{file} has an invalid __shape__ for its data: write the file with symbol.save()") from None
     size = max(shape[1:], default=0)  # the other dimension is the number of colours
     is_channels_last = len(shape) == 4 and shape[3] == 3 != shape[1]
     graph = passes.reading_nhwc(graph.rewrite(_plain), default="NHWC" if is_channels_last else "NCHW")

@@ -8,21 +8,27 @@ exporters fold BatchNorms into convolutions; these networks then have no BatchNo
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from common import plugins
+from common.content import refused_as
 from graph_passes import Graph, GraphError, Node, Ref
 from graph_passes.graph import VARIABLE, unused_name
-from train.content import content_of_file
+from train.content import content_of_file, reason
 from train.errors import TrainError
 
+DEFAULT_DOMAINS = ("", "ai.onnx")
+FIRST_OPSET = 7  # before it, Add and others were told how to broadcast
+NEW_OPSET = 17  # that others can convert to
 FLOAT_LIMIT = float(np.finfo(np.float32).max)
 Weights = dict[str, np.ndarray]
 
@@ -57,20 +63,26 @@ def _take_in(path: Path, tensor: Any) -> None:
     """Read a tensor's bytes from the tensor's external file into the tensor."""
     about = {entry.key: entry.value for entry in tensor.external_data}
     name, offset = about.get("location", ""), int(about.get("offset", 0))
+    num_bytes = math.prod(tensor.dims) * _item_bytes(tensor)
+    if not name or min(offset, *tensor.dims, 0) < 0 or int(about.get("length", num_bytes)) != num_bytes:
+        raise ValueError(f"its weights {tensor.name} have no valid place in another file")
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise TrainError(f"{path} has weights in {name}, outside its folder: write the model again, with its weights "
                          "beside it or inside")
-    num_bytes = math.prod(tensor.dims) * _item_bytes(tensor)
+    beside = path.parent / name
     try:
-        with (path.parent / name).open("rb") as file:
+        with beside.open("rb") as file:
+            if file.seek(0, os.SEEK_END) < offset + num_bytes:
+                raise TrainError(f"{beside} is too short for the weights {tensor.name} of {path.name}: copy or write "
+                                 "both files again")
             file.seek(offset)
             tensor.raw_data = file.read(num_bytes)
     except (FileNotFoundError, IsADirectoryError):
         raise TrainError(f"{path} has its weights in {name}, which is not beside it: copy that file there too"
                          ) from None
-    if len(tensor.raw_data) < num_bytes:
-        raise TrainError(f"{path.parent / name} is too short for the weights {tensor.name} of {path.name}: copy or "
-                         "write both files again")
+    except OSError as error:
+        raise TrainError(f"{path} has its weights in {beside}, which cannot be read ({error.strerror}): check its "
+                         "permissions") from None
     tensor.data_location = tensor.DEFAULT
     del tensor.external_data[:]
 
@@ -87,20 +99,29 @@ def parsed(file: str, content: bytes) -> Any:
         import onnx
     except ImportError:
         raise TrainError(f"{file} needs the package onnx: run make setup, or pip install onnx") from None
+    if not content:
+        raise TrainError(f"{file} is empty: fetch or write it again")
     with _damage_of(file):
         return onnx.load_model_from_string(content)
 
 
-def _damage_of(file: str) -> AbstractContextManager[None]:
+def _damage_of(file: str) -> contextlib.AbstractContextManager[None]:
     return content_of_file(lambda reason: f"{file} is not a complete ONNX file ({reason}): write it again")
 
 
 def read(file: str, content: bytes) -> Read:
-    """The network of an ONNX file, whose weights are all in `content`. Raises TrainError if the file is damaged, or if
-    it has operators or attributes that this program lacks; the message names their nodes.
+    """The network of an ONNX file, whose weights are all in `content`. Raises TrainError if the file is damaged, if its
+    opset is before 7, or if it has operators or attributes that this program lacks; the message names their nodes.
     """
     model = parsed(file, content)
     with _damage_of(file):
+        if not model.opset_import:
+            raise ValueError("it does not say its opset")
+    opset = max((each.version for each in model.opset_import if each.domain in DEFAULT_DOMAINS), default=FIRST_OPSET)
+    if opset < FIRST_OPSET:
+        raise TrainError(f"{file} has opset {opset}, and this program reads opset {FIRST_OPSET} or later: export it "
+                         f"again, or convert it with onnx.version_converter.convert_version(model, {NEW_OPSET})")
+    with contextlib.suppress(Exception):  # of an invalid node, which is named when it is read
         from onnx import shape_inference
 
         model = shape_inference.infer_shapes(model)
@@ -116,19 +137,18 @@ class _Reader:
     """
 
     def __init__(self, file: str, model: Any) -> None:
-        from onnx import numpy_helper
-
         self.file, self.model = file, model
-        self.constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+        self.constants = {tensor.name: _array(tensor) for tensor in model.graph.initializer}
         for node in model.graph.node:
-            if node.op_type == "Constant":
+            if node.op_type == "Constant" and node.output:
                 self.constants[node.output[0]] = _constant(node)
             # exporters write equal weights once, and refer to them by Identity
             elif node.op_type == "Identity" and node.input[0] in self.constants:
                 self.constants[node.output[0]] = self.constants[node.input[0]]
         self.shapes = {value.name: [dim.dim_value if dim.HasField("dim_value") else None
                                     for dim in value.type.tensor_type.shape.dim]
-                       for value in (*model.graph.value_info, *model.graph.input, *model.graph.output)}
+                       for value in (*model.graph.value_info, *model.graph.input, *model.graph.output)
+                       if value.type.tensor_type.HasField("shape")}
         self.tensors: dict[str, Ref] = {}
         self.nodes: dict[str, Node] = {}
         self.weights: Weights = {}
@@ -142,15 +162,19 @@ class _Reader:
         needed = self._needed(outputs[0].name)
         known = {"Constant", *OPERATORS}
         for node in needed:
-            if node.op_type not in known or node.domain not in ("", "ai.onnx"):
-                name = f"{node.domain}.{node.op_type}".lstrip(".")
-                raise GraphError(f"the operator {name} ({node.name or node.output[0]}) is not one that this program "
-                                 f"reads, which are {', '.join(sorted(OPERATORS))}; or add it ({plugins.WALKS})")
+            shown = f"{node.op_type} ({node.name or node.output[0]})"
+            if node.domain not in DEFAULT_DOMAINS:
+                raise GraphError(f"the operator {shown} belongs to {node.domain}, and this program reads ONNX's own "
+                                 "operators alone: export the model without a runtime's optimisations or extensions")
+            if node.op_type not in known:
+                raise GraphError(f"this program does not read the operator {shown}: use only "
+                                 f"{', '.join(sorted(OPERATORS))}; or add the operator ({plugins.WALKS})")
         size = self._size(inputs[0])
         self.tensors[inputs[0]] = self._images(inputs[0], needed)
         for node in needed:
             if not {*node.output} & (self.constants.keys() | self.tensors.keys()):
-                results = OPERATORS[node.op_type](self, Call(self, node))
+                with refused_as(partial(self._refusal, node)):
+                    results = OPERATORS[node.op_type](self, Call(self, node))
                 found = [results] if isinstance(results, Ref) else results
                 self.tensors |= dict(zip(node.output, found, strict=False))
         if outputs[0].name not in self.tensors:
@@ -158,6 +182,21 @@ class _Reader:
         graph = Graph(self.nodes.values(), [self.tensors[outputs[0].name]])
         return Read(graph, {name: self.weights[name] for name in graph.variables if name != "data"},
                     size)
+
+    def _refusal(self, node: Any, error: Exception) -> GraphError:
+        """The error of a node that cannot be read: what ONNX's checker says of it, or else the exception."""
+        from onnx import checker
+
+        context = checker.C.CheckerContext()
+        context.ir_version = self.model.ir_version
+        context.opset_imports = {each.domain: each.version for each in self.model.opset_import}
+        try:
+            checker.check_node(node, context)
+            why = reason(error)
+        except Exception as invalid:
+            why = reason(invalid).rstrip(".")
+        return GraphError(f"{node.op_type} '{node.name or node.output[0]}' cannot be read ({why}): check its inputs "
+                          "and attributes, or export the model again")
 
     def _needed(self, output: str) -> list[Any]:
         """The nodes on which the output depends, in order, without nodes that only compute the shape of a Reshape."""
@@ -172,9 +211,12 @@ class _Reader:
         return [node for node in self.model.graph.node if id(node) in found]
 
     def _size(self, data: str) -> int:
-        lengths = {length or 0 for length in self.shapes.get(data, [])[1:]} - {3}
+        if data not in self.shapes:
+            raise GraphError(f"its input {data} has no shape: export the model with the shape (N, 3, size, size), in "
+                             "which N may be left open")
+        lengths = {length or 0 for length in self.shapes[data][1:]} - {3}
         if self.rank(data) != 4 or len(lengths) > 1:
-            raise GraphError(f"its input {data} has the shape {self.shapes.get(data)}: a network for images reads "
+            raise GraphError(f"its input {data} has the shape {self.shapes[data]}: a network for images reads "
                              "(N, 3, size, size)")
         return lengths.pop() if lengths else 0
 
@@ -233,7 +275,8 @@ class Call:
         """An input that the network computes."""
         name = self.node.input[place]
         if name not in self.reader.tensors:
-            raise self.error(f"reads the constant {name}, where a network computes a tensor")
+            what = f"the constant {name}" if name in self.reader.constants else f"{name or 'nothing'}"
+            raise self.error(f"reads {what} as its input {place}, which must be computed before it from the images")
         return self.reader.tensors[name]
 
     def is_constant(self, place: int) -> bool:
@@ -272,6 +315,11 @@ class Call:
         strides, pads = self.attrs.get("strides", [1, 1]), self.attrs.get("pads", [0, 0, 0, 0])
         if len(kernel) != 2:
             raise self.error(f"has kernel_shape={kernel}: only two dimensions are supported")
+        dilations = self.attrs.get("dilations", [1, 1])
+        for name, values, count in (("strides", strides, 2), ("dilations", dilations, 2), ("pads", pads, 4)):
+            if len(values) != count or min(values) < (name != "pads"):
+                raise self.error(f"has {name}={[*values]}, which is not valid for two dimensions: export the model "
+                                 "again")
         auto = self.attrs.get("auto_pad", b"NOTSET").decode()
         if auto.startswith("SAME") and [*strides] == [1, 1] and all(size % 2 for size in kernel):
             pads = [size // 2 for size in kernel] * 2
@@ -288,12 +336,24 @@ def _plain_name(name: str) -> str:
     return re.sub(r"[^\w.]+", "_", name).strip("_.") or "node"
 
 
-def _constant(node: Any) -> np.ndarray:
-    from onnx import helper, numpy_helper
+def _array(tensor: Any) -> np.ndarray:
+    from onnx import numpy_helper
 
-    (attribute,) = node.attribute
-    value = helper.get_attribute_value(attribute)
-    return numpy_helper.to_array(value) if attribute.name == "value" else np.asarray(value)
+    with refused_as(lambda error: GraphError(f"its tensor {tensor.name} is damaged ({reason(error)}): write or fetch "
+                                             "the model again")):
+        return numpy_helper.to_array(tensor)
+
+
+def _constant(node: Any) -> np.ndarray:
+    from onnx import helper
+
+    kinds = [attribute.name for attribute in node.attribute]
+    if kinds == ["value"]:
+        return _array(node.attribute[0].t)
+    if kinds not in (["value_float"], ["value_floats"], ["value_int"], ["value_ints"]):
+        raise GraphError(f"Constant '{node.output[0]}' has {' and '.join(kinds) or 'no value'}: only a dense tensor or "
+                         "numbers are supported")
+    return np.asarray(helper.get_attribute_value(node.attribute[0]))
 
 
 # --- one row per operator ---
@@ -303,6 +363,9 @@ Row = Callable[[_Reader, Call], Any]  # returns a Ref, or one Ref for each outpu
 
 def _conv(reader: _Reader, call: Call) -> Ref:
     weight, layer = call.constant(1), call.layer(1)
+    if weight.ndim != 4 or call.attrs.get("group", 1) < 1:
+        raise call.error(f"has weights of the shape {weight.shape} and group={call.attrs.get('group', 1)}: only two "
+                         "dimensions, and a group of at least 1, are supported")
     bias = [reader.parameter(f"{layer}_bias", call.constant(2))] if call.has(2) else []
     return reader.add("Convolution", layer, [call.tensor(0), reader.parameter(f"{layer}_weight", weight), *bias],
                       num_filter=len(weight), num_group=call.attrs.get("group", 1), no_bias=not bias, layout="NCHW",
@@ -331,6 +394,7 @@ def _gemm(reader: _Reader, call: Call) -> Ref:
 
 def _batch_norm(reader: _Reader, call: Call) -> Ref:
     call.require("training_mode", 0, default=0)
+    call.require("spatial", 1, default=1)  # until opset 8
     layer = call.layer(1)
     arrays = dict(zip(("gamma", "beta", "moving_mean", "moving_var"), map(call.constant, range(1, 5)), strict=True))
     inputs = [reader.parameter(f"{layer}_{name}", array) for name, array in arrays.items()]
@@ -375,7 +439,7 @@ def _prelu(reader: _Reader, call: Call) -> Ref:
     if slopes.size == 1 and channels:  # one slope for all channels: repeated for each channel
         slopes = np.full(channels, slopes.item())
     elif (1,) * (len(shape) - slopes.ndim) + slopes.shape != (1, channels, *(1,) * (len(shape) - 2)):
-        raise call.error(f"has slopes of the shape {slopes.shape}: this program has one for each channel")
+        raise call.error(f"has slopes of the shape {slopes.shape}: give one slope for each channel")
     gamma = reader.parameter(f"{call.name}_gamma", slopes.reshape(-1))
     return reader.add("LeakyReLU", call.name, [call.tensor(0), gamma], act_type="prelu")
 
@@ -429,6 +493,8 @@ def _of_tensors(reader: _Reader, call: Call) -> Ref:
 def _slice(reader: _Reader, call: Call) -> Ref:
     starts, ends = (call.value(place, name, ()) for place, name in ((1, "starts"), (2, "ends")))
     starts, ends = (value if isinstance(value, (tuple, list)) else (value,) for value in (starts, ends))
+    if not starts or len(starts) != len(ends):
+        raise call.error(f"has starts={starts} and ends={ends}: it needs as many of both")
     axes = call.value(3, "axes", tuple(range(len(starts))))
     steps = call.value(4, "steps", (1,) * len(starts))
     if any(step != 1 for step in steps):
@@ -484,7 +550,7 @@ def _to_rows(reader: _Reader, call: Call) -> Ref:
     """Flatten, Squeeze and Reshape, to (N, values); or a Reshape to a shape that the file states."""
     if call.op == "Flatten":
         call.require("axis", 1, default=1)
-    if reader.rank(call.node.output[0]) == 2:
+    if call.op == "Flatten" or reader.rank(call.node.output[0]) == 2:
         return reader.add("Flatten", call.name, [call.tensor(0)])
     if call.op == "Squeeze":
         raise call.error("does not leave (N, values): only that is supported")

@@ -78,8 +78,8 @@ def code_digest() -> str:
 def check_code() -> None:
     """Raise TrainError if the machine where the run was started has other code than this machine."""
     if DIGEST_VARIABLE in os.environ and os.environ[DIGEST_VARIABLE] != code_digest():
-        raise TrainError(f"other code is in {ROOT} than on the machine that started the run: bring both to the same "
-                         "commit")
+        raise TrainError(f"the code in {ROOT} differs from the code on the machine that started the run: check out the "
+                         "same commit on both machines")
 
 
 def launcher() -> str:

@@ -163,7 +163,7 @@ def main(arguments: Sequence[str]) -> int:
             raise TrainError(f"-n {count} is more than the {available} processes of the machines; lower -n")
         words += ["-H", ",".join(f"{host}:{gpus}" for host, gpus in hosts.items())]
     if (own.host_discovery_script or own.min_np) and len(hosts) < 2 and not own.network_interface:
-        raise TrainError(f"an elastic run over machines needs two of them to begin, or --network-interface, but there "
+        raise TrainError(f"an elastic run over machines needs two machines to begin, or --network-interface, but there "
                          f"{'is' if hosts else 'are'} {len(hosts)}; on one machine use scripts/dgx1_8gpu.sh --min-np")
     if not count:
         raise TrainError(f"the host discovery script {own.host_discovery_script} names no machine yet; give -n, the "

@@ -44,8 +44,8 @@ def check_host_name() -> None:
         socket.getaddrinfo(name, None)
     except OSError as error:
         reason = error.strerror or error
-        raise TrainError(f"this machine's name, {name}, has no address ({reason}), and several processes need one to "
-                         f"reach each other: add the line '127.0.0.1 {name}' to /etc/hosts") from None
+        raise TrainError(f"this machine's name, {name}, has no address ({reason}), and several processes need an "
+                         f"address to reach each other: add the line '127.0.0.1 {name}' to /etc/hosts") from None
 
 
 def read_gpus(nvml: Any = None) -> list[GpuPlace]:

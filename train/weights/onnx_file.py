@@ -54,10 +54,10 @@ def read(path: Path) -> tuple[Arrays, Record]:
     supports.
     """
     model = onnx_reader.parsed(str(path), onnx_reader.content_of(path))
+    about = {entry.key: entry.value for entry in model.metadata_props}
+    if model.producer_name not in PRODUCERS or "batch_norms" not in about:
+        return _of_others(path), record.find(path)
     with content_of_file(lambda reason: f"{path} is not a complete ONNX file ({reason}): write it again"):
-        about = {entry.key: entry.value for entry in model.metadata_props}
-        if model.producer_name not in PRODUCERS or "batch_norms" not in about:
-            return _of_others(path), record.find(path)
         # the export's network came from a file; here this file itself has the network
         if about.get("model", "").endswith(models.NETWORK_FILES):
             return _of_others(path), replace(_record(path, about), architecture="")
@@ -101,7 +101,7 @@ def _record(path: Path, about: Mapping[str, str]) -> Record:
     size = record.pixels("center_crop", _value(about, "center_crop"))
     shorter = _value(about, "resize_shorter")
     if type(shorter) is not int or shorter < size:
-        raise ValueError(f"its resize_shorter {reprlib.repr(shorter)} is not at least its center_crop, {size}")
+        raise ValueError(f"its resize_shorter {reprlib.repr(shorter)} is smaller than its center_crop, {size}")
     crop = record.part("center_crop / resize_shorter", size / shorter)
     mean, std = (record.of_pixels(name, _value(about, name)) for name in ("mean", "std"))
     keys, names = (_value(about, name) for name in ("class_keys", "class_names"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -83,9 +84,14 @@ def recognise(path: Path, arrays: Mapping[str, np.ndarray], record: Record, want
             notes = [f"{module}: left out of the names, as all arrays belong to this module"] if module else []
             return replace(taken, notes=[*notes, *taken.notes])
         closest += [(candidate, inner) for candidate in alike]
+    _check_beside(path, arrays)
     nearest, named = max(closest, key=lambda each: each[0].fit(each[1]))
+    difference = nearest.difference(nearest.structural(named))
+    if models.is_of_file(nearest.model):
+        raise TrainError(f"{path} does not fit the network of the file {nearest.model}, {difference}: give weights "
+                         "that were written with this network")
     raise TrainError(f"{path} belongs to no network of this program; the nearest is {nearest.model}, "
-                     f"{nearest.difference(nearest.structural(named))}: give weights of one of its networks, which "
+                     f"{difference}: give weights of one of its networks, which "
                      f"--model '?' lists{_or_its_own(path)}")
 
 
@@ -100,6 +106,21 @@ def _modules(arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[str, Mapping[st
         module += f"{firsts.pop()}."
         arrays = {name.partition(".")[2]: array for name, array in arrays.items()}
         yield module, arrays
+
+
+def _check_beside(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Raise TrainError if the module with the most arrays is a network, and the file has other arrays beside it."""
+    firsts = Counter(name.partition(".")[0] for name in arrays if "." in name)
+    module = max(firsts, key=lambda name: firsts[name], default="")
+    inner = {name.partition(".")[2]: array for name, array in arrays.items() if name.startswith(f"{module}.")}
+    if not 0 < len(inner) < len(arrays):
+        return
+    other = min(name for name in arrays if not name.startswith(f"{module}."))
+    for deeper, named in _modules(inner):
+        whole = f"{module}.{deeper}"
+        if fits := [each.model for each in _closest(_candidates("", "", named), named, "") if each.fit(named) == 1]:
+            raise TrainError(f"{path} has the arrays of {fits[0]} after {whole} and others beside it, such as {other}: "
+                             f"save that module alone, with torch.save(model.{whole}state_dict(), FILE)")
 
 
 def _closest(candidates: Iterator[_Candidate], arrays: Mapping[str, np.ndarray], first: str) -> list[_Candidate]:

@@ -53,6 +53,7 @@ _MOST_AXES = 32  # NumPy's limit before version 2
 # the averaged weights.
 _WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict")
 _PREFIX = re.compile(r"^(?:module\.|_orig_mod\.)+")
+_COUNT = "n_averaged"  # of torch.optim.swa_utils.AveragedModel, beside the network in `module`
 
 
 class _Forbidden(Exception):
@@ -110,7 +111,8 @@ class _Storage(NamedTuple):
 def read(path: Path) -> dict[str, np.ndarray]:
     """The tensors of a state_dict, by name; bfloat16 becomes float32.
 
-    The state_dict is the file's object itself, or is stored in it under one of the usual keys. Prefixes of names from
+    The state_dict is the file's object itself, or is stored in it under one of the usual keys, or is the only one there
+    under another key. Prefixes of names from
     DistributedDataParallel and torch.compile are removed.
 
     Raises:
@@ -134,20 +136,31 @@ def read(path: Path) -> dict[str, np.ndarray]:
             raise TrainError(f"{path} holds more than tensors and plain containers ({error}), and nothing of it was "
                              f"executed: {HOW_TO_SAVE}") from None
     wrapped = [value.get(key) for key in _WRAPPERS] if isinstance(value, dict) else []
-    for found in (value, *wrapped):
-        if isinstance(found, dict) and found and all(
-                isinstance(name, str) and isinstance(tensor, _Tensor) for name, tensor in found.items()):
-            return without_prefixes(path, {name: tensor.array for name, tensor in found.items()})
-    raise TrainError(f"{path} has no state_dict (names with tensors): {HOW_TO_SAVE}")
+    found = next(filter(_is_state_dict, (value, *wrapped)), None)
+    if not found:
+        inside = {key: each for key, each in value.items() if isinstance(key, str)} if isinstance(value, dict) else {}
+        under = [key for key, each in inside.items() if _is_state_dict(each)]
+        if len(under) != 1:
+            has = f", but {', '.join(inside)[:100]}" if inside else ""
+            raise TrainError(f"{path} has no state_dict (names with tensors){has}: {HOW_TO_SAVE}")
+        found = inside[under[0]]
+    return without_prefixes(path, {name: tensor.array for name, tensor in found.items()})
+
+
+def _is_state_dict(value: Any) -> bool:
+    return isinstance(value, dict) and bool(value) and all(
+        isinstance(name, str) and isinstance(tensor, _Tensor) for name, tensor in value.items())
 
 
 def without_prefixes(path: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Remove the prefixes of DistributedDataParallel and torch.compile from the names.
+    """Remove the prefixes of DistributedDataParallel and torch.compile from the names, and the count of averages.
 
     Raises TrainError if two names become equal.
     """
     found: dict[str, np.ndarray] = {}
     for name, array in arrays.items():
+        if name == _COUNT:
+            continue
         short = _PREFIX.sub("", name)
         if short in found:
             raise TrainError(f"{path} has {short} twice, with and without module. or _orig_mod. before it: save the "
@@ -202,7 +215,7 @@ def _read_legacy(content: bytes) -> Any:
         nonlocal expected
         expected += count * STORAGES[kind].itemsize
         if count < 0 or expected > len(content):
-            raise ValueError(f"it has {len(content):,} bytes, and storages of more")
+            raise ValueError(f"its storages need more than its {len(content):,} bytes")
         storages[key] = kind, np.zeros(count, np.float32 if kind == BFLOAT16 else STORAGES[kind])
         return storages[key][1]
 
@@ -211,12 +224,12 @@ def _read_legacy(content: bytes) -> Any:
         raise ValueError(f"it is not of version {_LEGACY_VERSION} with little-endian numbers")
     if not isinstance(keys, list) or any(not isinstance(key, str) or key not in storages for key in keys) or len(
             set(keys)) < len(storages):
-        raise ValueError("its list of storages is not that of its tensors")
+        raise ValueError("its list of storages does not match its tensors")
     for key in keys:
         kind, values = storages[key]
         length = stream.read(8)
         if int.from_bytes(length, "little") != len(values):
-            raise ValueError(f"a storage of {len(values)} numbers has another length")
+            raise ValueError(f"a storage for {len(values)} numbers has the wrong length")
         stored = np.frombuffer(stream.read(len(values) * STORAGES[kind].itemsize), STORAGES[kind].newbyteorder("<"))
         values[:] = from_bfloat16(stored) if kind == BFLOAT16 else stored
     return value

@@ -300,8 +300,8 @@ def test_gpus_are_shared_out(swept, monkeypatch):
     assert first and second
     assert [sweep._environment(slot)["CUDA_VISIBLE_DEVICES"] for slot in (first, second)] == ["3", "5"]
     assert sweep._slots(1, points) == [None] and sweep._environment(None) == dict(os.environ)
-    with pytest.raises(TrainError, match="^--parallel 3 needs 3 GPUs, and there are 2 here: lower it, or give --device "
-                                         "cpu$"):
+    with pytest.raises(TrainError, match="^--parallel 3 needs 3 GPUs, and there are 2 here: lower --parallel, or give "
+                                         "--device cpu$"):
         sweep._slots(3, points)
     on_cpu = sweep._slots(3, planned("--seeds", 4, "--device", "cpu"))
     assert len(on_cpu) == 3 and all("CUDA_VISIBLE_DEVICES" not in slot.environment for slot in on_cpu)

@@ -75,8 +75,8 @@ def test_lines_of_json_and_images_that_are_skipped(run_folder, tiny_data, run_tr
 @pytest.mark.parametrize(("name", "more", "sentence"), [
     ("val.txt", [], r"--output .*val.txt must end in .csv or .jsonl, which determines the format"),
     ("there.csv", [], r".*there.csv is there already: give another --output"),
-    ("val.csv", ["--data", "synthetic"], r"--output .* is for images that have files, and those of --data synthetic "
-                                         r"have none: leave it out"),
+    ("val.csv", ["--data", "synthetic"], r"--output .* needs images with files, and the images of --data synthetic "
+                                         r"have no files: leave out --output"),
 ])
 def test_what_is_refused_before_the_validation(name, more, sentence, run_folder, run_train, tmp_path):
     (tmp_path / "there.csv").write_text("mine")

@@ -191,7 +191,7 @@ def test_by_the_library(tmp_path: Path) -> None:
 def test_a_shape_that_is_none(tmp_path: Path) -> None:
     text = module().tojson().replace('"name": "data",', '"name": "data", "attrs": {"__shape__": "big"},')
     (tmp_path / "net.json").write_text(text)
-    with pytest.raises(UserError, match="net.json gives its data a __shape__ that is none"):
+    with pytest.raises(UserError, match="net.json has an invalid __shape__ for its data"):
         plugins.load([str(tmp_path / "net.json")])
 
 
@@ -269,7 +269,7 @@ def test_what_is_refused(source: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("content, sentence", [
     (b"{}", "is JSON, but not a graph of MXNet"),
     (b'{"nodes": [', "is cut off or is not JSON"),
-    (b"\xff\xfe", "is not text, and so no network in MXNet's JSON"),
+    (b"\xff\xfe", "is not text, so it holds no network in MXNet's JSON"),
 ])
 def test_damaged_files(content: bytes, sentence: str, run_train: Run, tmp_path: Path) -> None:
     file = tmp_path / "net-symbol.json"
@@ -283,4 +283,4 @@ def test_files_that_are_not_there(run_train: Run, tmp_path: Path) -> None:
     assert code == 2 and f"--model {tmp_path / 'none.json'}: there is no such file; check the path" in err
     (file := tmp_path / "my net.json").write_text(module().tojson())
     code, _, err = run_train("--model", file)
-    assert code == 2 and f"{file}: its network is known by the file's name" in err
+    assert code == 2 and f"{file}: the name of this file becomes the network's name" in err

@@ -315,7 +315,7 @@ def test_names_of_layers(tmp_path: Path, rng: np.random.Generator) -> None:
 
 WRONG = {
     "an unknown operator": ([node("Relu", "x", "r"), node("InstanceNormalization", "r s s", "y")],
-                            "the operator InstanceNormalization (y) is not one that this program reads, which are "),
+                            "this program does not read the operator InstanceNormalization (y): use only "),
     "unequal pads": ([node("Conv", "x w", "y", pads=[0, 0, 1, 1])],
                      "Conv 'y' has pads=[0, 0, 1, 1], which differ between the sides"),
     "an even kernel, padded to its size": ([node("MaxPool", "x", "y", kernel_shape=[2, 2], auto_pad="SAME_UPPER")],
@@ -329,7 +329,7 @@ WRONG = {
     "weights that are computed": ([node("Relu", "x", "v"), node("MatMul", "x v", "y")],
                                   "MatMul 'y' reads v as its input 1, which must be a constant of the file"),
     "a constant that is computed with": ([node("Relu", "w", "v"), node("Conv", "x v", "y")],
-                                         "Relu 'v' reads the constant w, where a network computes a tensor"),
+                                         "Relu 'v' reads the constant w as its input 0, which must be computed"),
     "a softmax in the middle": ([node("Softmax", "x", "y", axis=1)], "Softmax 'y' is not the model's last operator"),
     "steps": ([node("Slice", "x zero six one two", "y")], "Slice 'y' has steps=(2,): only 1 is supported"),
     "half precision": ([node("Cast", "x", "half", to=TensorProto.FLOAT16), node("Cast", "half", "y", to=1)],
@@ -420,7 +420,10 @@ def test_another_number_of_classes(tmp_path: Path, rng: np.random.Generator) -> 
 @pytest.mark.parametrize("damage, words", [
     ("", ""), ("missing", "has its weights in net.onnx.data, which is not beside it: copy that file there too"),
     ("short", "net.onnx.data is too short for the weights"),
-    ("outside", "has weights in ../net.onnx.data, outside its folder: write")])
+    ("outside", "has weights in ../net.onnx.data, outside its folder: write"),
+    ("offset -4", "net.onnx is not a complete ONNX file (its weights w have no valid place in another file)"),
+    ("length 4", "net.onnx is not a complete ONNX file (its weights w have no valid place in another file)"),
+    ("offset 1000000000000", "net.onnx.data is too short for the weights w of net.onnx: copy or write both files")])
 def test_weights_in_a_file_beside_it(damage: str, words: str, tmp_path: Path, rng: np.random.Generator) -> None:
     """PyTorch writes its models so. What is read is one piece, which a run can keep."""
     weight, bias = rng.standard_normal((5, 3, 3, 3), np.float32), rng.standard_normal(5, np.float32)
@@ -438,10 +441,12 @@ def test_weights_in_a_file_beside_it(damage: str, words: str, tmp_path: Path, rn
         data.unlink()
     elif damage == "short":
         data.write_bytes(data.read_bytes()[:-1])
-    elif damage == "outside":
-        model = onnx.load_model(path, load_external_data=False)
-        model.graph.initializer[0].external_data[0].value = "../net.onnx.data"
-        path.write_bytes(model.SerializeToString())
+    elif damage:
+        key, value = ("location", "../net.onnx.data") if damage == "outside" else damage.split()
+        saved = onnx.load_model(path, load_external_data=False)
+        (entry,) = (each for each in saved.graph.initializer[0].external_data if each.key == key)
+        entry.value = value
+        path.write_bytes(saved.SerializeToString())
     if damage:
         with pytest.raises(UserError, match=re.escape(words)):
             onnx_reader.content_of(path)
@@ -452,3 +457,90 @@ def test_weights_in_a_file_beside_it(damage: str, words: str, tmp_path: Path, rn
     found = onnx_reader.read("net.onnx", content).weights
     assert sorted(array.size for array in found.values()) == [5, 25, 135]
     assert any(np.array_equal(array, weight) for array in found.values())
+
+
+def changed(change: Callable[[Any], None], rng: np.random.Generator) -> bytes:
+    """A complete model in which something is wrong."""
+    proto = onnx.load_model_from_string(around(*CASES["Relu"](rng), rng))
+    change(proto)
+    content: bytes = proto.SerializeToString()
+    return content
+
+
+def without(name: str) -> Callable[[Any], None]:
+    def change(proto: Any) -> None:
+        del proto.graph.node[0].attribute[:]
+        getattr(proto.graph.node[0], name)[1:] = []
+
+    return change
+
+
+def with_node(op: str, domain: str = "", inputs: Sequence[str] = ("x",), **attributes: Any) -> Callable[[Any], None]:
+    """Changes the node after the first convolution."""
+    def change(proto: Any) -> None:
+        made = onnx.helper.make_node(op, inputs, proto.graph.node[1].output, domain=domain, **attributes)
+        proto.graph.node[1].CopyFrom(made)
+
+    return change
+
+
+COMPLETE: dict[str, tuple[Callable[[Any], None], str]] = {
+    "opset 6": (lambda proto: setattr(proto.opset_import[0], "version", 6), " has opset 6, and this program reads "
+                "opset 7 or later: export it again, or convert it with onnx.version_converter.convert_"),
+    "no opset": (lambda proto: proto.ClearField("opset_import"), " is not a complete ONNX file (it does not say its"),
+    "no shape": (lambda proto: proto.graph.input[0].type.tensor_type.ClearField("shape"),
+                 ": its input images has no shape: export the model with the shape (N, 3, size, size)"),
+    "no type": (lambda proto: proto.graph.input[0].ClearField("type"), ": its input images has no shape: export"),
+    "another domain": (with_node("Gelu", "com.microsoft"), ": the operator Gelu (y) belongs to com.microsoft, and this "
+                       "program reads ONNX's own operators alone: export the model without"),
+    "a missing input": (without("input"), ": Conv 'x' cannot be read (Node"),
+    "no input": (with_node("Relu", inputs=[]), ": Relu 'y' cannot be read (Node"),
+    "an unknown input": (with_node("Relu", inputs=["none"]), ": Relu 'y' reads none as its input 0, which must be"),
+    "a missing attribute": (with_node("Concat"), ": Concat 'y' cannot be read (Required attribute 'axis' is missing): "
+                            "check its inputs and attributes, or export the model again"),
+    "an attribute's type": (with_node("MaxPool", kernel_shape=[2, 2], strides=2.5), ": MaxPool 'y' cannot be read (M"),
+    "strides": (with_node("MaxPool", kernel_shape=[2, 2], strides=[2]), ": MaxPool 'y' has strides=[2], which is not"),
+    "no strides": (with_node("MaxPool", kernel_shape=[2, 2], strides=[0, 0]), ": MaxPool 'y' has strides=[0, 0], wh"),
+    "no starts": (with_node("Slice"), ": Slice 'y' has starts=() and ends=(): it needs as many of both"),
+    "text": (with_node("Constant", inputs=[], value_string="a"), ": Constant 'y' has value_string: only a dense "),
+    "two values": (with_node("Constant", inputs=[], value_int=1, value_float=1.0), ": Constant 'y' has value_"),
+    "a tensor's type": (lambda proto: setattr(proto.graph.initializer[0], "data_type", 0), ": its tensor "),
+    "a tensor's length": (lambda proto: setattr(proto.graph.initializer[0], "raw_data", b"abc"), ": its tensor "),
+    "a kernel of three": (lambda proto: proto.graph.initializer[0].dims.append(1), ": Conv 'x' has weights of the "),
+}
+
+
+@pytest.mark.parametrize("name", COMPLETE)
+def test_what_is_wrong_in_a_complete_file(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    """The sentence names it."""
+    change, sentence = COMPLETE[name]
+    file = tmp_path / "net.onnx"
+    file.write_bytes(changed(change, rng))
+    for read in (weights.read, lambda place: plugins.load([place])):
+        with pytest.raises(UserError) as error:
+            read(str(file))
+        assert str(error.value).startswith(f"{file}{sentence}") and "\n" not in str(error.value)
+
+
+def test_cut_off_files(tmp_path: Path, rng: np.random.Generator) -> None:
+    content, file = around(*CASES["Relu"](rng), rng), tmp_path / "net.onnx"
+    for length in (*rng.integers(1, len(content), 8).tolist(), len(content) - 1):
+        file.write_bytes(content[:length])
+        for read in (weights.read, lambda place: plugins.load([place])):
+            with pytest.raises(UserError, match=f"{file} is not a complete ONNX file"):
+                read(str(file))
+    file.write_bytes(b"")
+    with pytest.raises(UserError, match=f"{file} is empty: fetch or write it again"):
+        plugins.load([str(file)])
+
+
+@pytest.mark.parametrize("opset", [7, 9])
+def test_shapes_that_nobody_knows(opset: int, rng: np.random.Generator) -> None:
+    """A file without intermediate shapes, in which inference stops at another program's attribute."""
+    content = onnx.load_model_from_string(around(*CASES["Relu"](rng), rng))
+    content.opset_import[0].version = opset
+    content.graph.ClearField("value_info")
+    dead = onnx.helper.make_node("Relu", [], ["dead"])  # which makes ONNX's shape inference fail
+    content.graph.node.insert(0, dead)
+    read = onnx_reader.read("net.onnx", content.SerializeToString())
+    assert [each.op for each in read.graph][-1] == "FullyConnected"

@@ -107,7 +107,7 @@ def test_elastic(asked, discovery, capsys):
     (["-H", "a:2", "--batchsize", "8"], "batchsize"),
     (["-H", "a:2", "-n", "two"], "-n/--processes needs a whole number above 0, not 'two'"),
     (["-H", "a:2,b:2", "-n", "5"], "-n 5 is more than the 4 processes of the machines; lower -n"),
-    (["-H", "a:2", "--min-np", "1"], "an elastic run over machines needs two of them to begin"),
+    (["-H", "a:2", "--min-np", "1"], "an elastic run over machines needs two machines to begin"),
     (["--host-discovery-script", "/nowhere/x"], "the host discovery script /nowhere/x is not there"),
     (["--host-discovery-script", "/usr"], "the host discovery script /usr is not there or not executable"),
     (["-H", "a:2", "--max-np", "1"], "--max-np and --blacklist-cooldown-range are for elastic runs"),
@@ -145,7 +145,7 @@ def test_output_that_nobody_reads(tmp_path):
 
 
 def test_no_machine_yet(asked, discovery):
-    with pytest.raises(UserError, match=r"needs two of them to begin, or --network-interface, but there are 0"):
+    with pytest.raises(UserError, match=r"needs two machines to begin, or --network-interface, but there are 0"):
         asked("--host-discovery-script", discovery(""), "--min-np", 1)
 
 
@@ -295,7 +295,7 @@ def test_errors_name_their_machine(monkeypatch):
     with pytest.raises(TrainError, match="^of all$"), naming_machine():
         raise TrainError("of all", on_all_ranks=True)
     monkeypatch.setenv(DIGEST_VARIABLE, "0123abcd")
-    with pytest.raises(UserError, match="^on b: other code is in "), naming_machine():
+    with pytest.raises(UserError, match="^on b: the code in "), naming_machine():
         check_code()
 
 

@@ -295,7 +295,7 @@ def test_files_of_another_form(content, words, tmp_path):
     ({"machine": {"little_endian": False}}, "little-endian"),
     ({"keys": ()}, "its list of storages"),
     ({"keys": ("0", "1")}, "its list of storages"),
-    ({"count": 13}, "a storage of 12 numbers has another length"),
+    ({"count": 13}, "a storage for 12 numbers has the wrong length"),
     ({"data": bytes(40)}, "is not a complete PyTorch file"),
     ({"machine": Command(os.system, "touch victim")}, "nothing of it was executed"),
 ])
@@ -310,6 +310,35 @@ def test_a_tar_of_long_ago(tmp_path):
         for name in ("sys_info", "pickle", "tensors"):
             file.addfile(tarfile.TarInfo(name), io.BytesIO())
     assert "of PyTorch before version 0.1.10: write it anew with PyTorch" in sentence(tmp_path / "w.pth")
+
+
+def object_of(**values: bytes) -> bytes:
+    """The pickle of a dictionary of pickles."""
+    items = (torch_file._text(name) + each.removeprefix(b"\x80\x02").removesuffix(b".") + pickle.SETITEM
+             for name, each in values.items())
+    return b"\x80\x02" + pickle.EMPTY_DICT + b"".join(items) + pickle.STOP
+
+
+ARRAYS = torch_file._pickle({"w": np.zeros(4, np.float32)})
+
+
+@pytest.mark.parametrize("key", ["state_dict", "net", "params"])
+def test_a_state_dict_beside_other_things(key: str, tmp_path: Path) -> None:
+    """Whatever the key, if it is the only one."""
+    content = object_of(epoch=pickle.dumps(3, 2), **{key: ARRAYS}, optimizer=object_of(state=pickle.dumps({}, 2)))
+    assert [*torch_file.read(archive(tmp_path / "w.pth", content, **{"data/0": bytes(16)}))] == ["w"]
+
+
+def test_averages_come_with_their_number(tmp_path: Path) -> None:
+    """As torch.optim.swa_utils.AveragedModel has them, in checkpoints of torchvision's programs."""
+    path = tmp_path / "w.pth"
+    path.write_bytes(torch_file.content({"n_averaged": np.array(3), "module.w": np.zeros(4, np.float32)}))
+    assert [*torch_file.read(path)] == ["w"]
+
+
+def test_several_state_dicts(tmp_path: Path) -> None:
+    path = archive(tmp_path / "w.pth", object_of(student=ARRAYS, teacher=ARRAYS), **{"data/0": bytes(16)})
+    assert "has no state_dict (names with tensors), but student, teacher: save it with" in sentence(path)
 
 
 @pytest.mark.parametrize("make, words", [

@@ -9,7 +9,8 @@
 #include "batch_norm.cuh"
 
 // Computes the batch's sums about the mean. They are first accumulated about the first value of each channel, which is
-// not far from the mean. Shapes: x (rows, C); sums (3, C), partials (gridDim.y, 2, C) fp32; tickets (gridDim.x).
+// not far from the mean.
+// Shapes: x (rows, C); sums (3, C), partials (gridDim.y, 2, C) fp32; tickets (gridDim.x).
 template <class T>
 __global__ void __launch_bounds__(REDUCE_THREADS, 1)
 batch_norm_statistics(const Packed<T> *x, float *sums, float *partials, uint32 *tickets, uint32 rows, int channels) {
@@ -48,7 +49,8 @@ batch_norm_statistics(const Packed<T> *x, float *sums, float *partials, uint32 *
 }
 
 // Writes the sums of a batch whose statistics equal the running statistics, so that inference can use batch_norm_apply
-// unchanged. Shapes: running_mean, running_var (C), sums (3, C), all fp32.
+// unchanged.
+// Shapes: running_mean, running_var (C), sums (3, C), all fp32.
 __global__ void sums_from_running(const float *running_mean, const float *running_var, float *sums, uint32 rows, int channels) {
     const int c = blockIdx.x * blockDim.x + threadIdx.x;
     if (c >= channels) return;
@@ -62,8 +64,9 @@ __global__ void sums_from_running(const float *running_mean, const float *runnin
 // y = relu(gamma * (x - mean) / sqrt(var + eps) + beta + residual), with mean and variance from this batch's sums. With
 // DROP, everything except the residual is multiplied by the image's stochastic-depth factor. Also stores ReLU's bits in
 // `mask` (unless null), and what `Forward` saves. Processes the rows from the last to the first: the producer of x has
-// just written the last rows, so they are still in the L2 cache. Shapes: x, residual, y (rows, C); mask (rows, C / 8)
-// bytes; sums (2 or 3, C), saved (2, C), gamma, beta, running_mean, running_var (C), factors fp32.
+// just written the last rows, so they are still in the L2 cache.
+// Shapes: x, residual, y (rows, C); mask (rows, C / 8) bytes; sums (2 or 3, C), saved (2, C), gamma, beta,
+// running_mean, running_var (C), factors fp32.
 template <class T, bool ADD, bool RELU, bool DROP>
 __global__ void __launch_bounds__(APPLY_THREADS, 4)
 batch_norm_apply(const Packed<T> *x, const Packed<T> *residual, const float *sums, bool about_mean, const float *gamma,
@@ -126,9 +129,9 @@ enum Relu { NO_RELU, RECOMPUTED, BITS };  // the source of ReLU's mask in the ba
 
 // dbeta = sum of dz, dgamma = sum of dz * (x - mean) * invstd. dz is dy (or dy + dy2), masked by ReLU. WRITE stores dz,
 // which is the residual's gradient; batch_norm_backward_apply then reads dz instead of dy. With DROP, the sums are over
-// dz times the image's stochastic-depth factor. Shapes: x, dy, dz (rows, C); dy2 (rows, C) or (rows of the grid, C);
-// mask (rows, C / 8) bytes; saved (2, C), gamma, beta, dgamma, dbeta (C), partials (gridDim.y, 2, C), factors fp32;
-// tickets (gridDim.x).
+// dz times the image's stochastic-depth factor.
+// Shapes: x, dy, dz (rows, C); dy2 (rows, C) or (rows of the grid, C); mask (rows, C / 8) bytes; saved (2, C), gamma,
+// beta, dgamma, dbeta (C), partials (gridDim.y, 2, C), factors fp32; tickets (gridDim.x).
 template <class T, Relu RELU, SecondGradient SECOND, bool WRITE, bool DROP>
 __global__ void __launch_bounds__(REDUCE_THREADS, 1)
 batch_norm_backward_reduce(const Packed<T> *x, const Packed<T> *dy, const Packed<T> *dy2, const uint8 *mask,
@@ -187,8 +190,8 @@ batch_norm_backward_reduce(const Packed<T> *x, const Packed<T> *dy, const Packed
 
 // Computes dx by `InputGradient`. dz is dy, masked by ReLU if RECOMPUTED, and multiplied by the image's
 // stochastic-depth factor if DROP. ADD adds the other gradient of x before dx is rounded. Rows are processed from the
-// last to the first, as in batch_norm_apply. dx may alias dy or the addend. Shapes: x, dy, addend, dx (rows, C); saved
-// (2, C), gamma, beta, dgamma, dbeta (C), factors fp32.
+// last to the first, as in batch_norm_apply. dx may alias dy or the addend.
+// Shapes: x, dy, addend, dx (rows, C); saved (2, C), gamma, beta, dgamma, dbeta (C), factors fp32.
 template <class T, Relu RELU, bool ADD, bool DROP>
 __global__ void __launch_bounds__(APPLY_THREADS, 4)
 batch_norm_backward_apply(const Packed<T> *x, const Packed<T> *dy, const Packed<T> *addend, Packed<T> *dx,

@@ -26,8 +26,9 @@ constexpr int LOADS = 4;
 // parts and writes its N sums to `partials`. The last block to arrive adds up the sums of all blocks and calls
 // `finish(column, sums)` for each column. The order of additions is fixed, so equal inputs give equal bits. No later
 // work hides the reads of the last block. So the first THREADS threads of the block share these reads, as vectors, and
-// each thread has IN_FLIGHT reads in flight; `sync` is the barrier of these threads. Shapes: of_part (max(PARTS,
-// SPLITS), N, COLUMNS), partials (gridDim.y, N, columns) fp32; tickets (gridDim.x), 0 before the launch and after it.
+// each thread has IN_FLIGHT reads in flight; `sync` is the barrier of these threads.
+// Shapes: of_part (max(PARTS, SPLITS), N, COLUMNS), partials (gridDim.y, N, columns) fp32; tickets (gridDim.x), 0
+// before the launch and after it.
 template <int THREADS, int PARTS, int N, int COLUMNS, int IN_FLIGHT = 9, class Finish, class Sync = BlockBarrier>
 __device__ inline void reduce_parts(float *of_part, float *partials, uint32 *tickets, int columns, Finish finish,
                                     Sync sync = {}) {

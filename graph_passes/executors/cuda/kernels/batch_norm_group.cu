@@ -61,7 +61,8 @@ __device__ inline void send_all(const Mailboxes &mailboxes, int own, int size, u
 
 // Computes the sums about the mean over all rows of the group. Each member sends its own mean and variance. All members
 // compute bit-identical results. `rows` is the number of rows of one member. The other parameters are those of
-// group_mean. Shapes: sums (2 or 3, C), result (3, C) fp32; numbers (gridDim.x); fault (1).
+// group_mean.
+// Shapes: sums (2 or 3, C), result (3, C) fp32; numbers (gridDim.x); fault (1).
 __global__ void __launch_bounds__(THREADS)
 group_statistics(const float *sums, bool about_mean, float *result, uint32 rows, Mailboxes mailboxes, int own, int size,
                  uint32 *numbers, uint32 *fault, uint64 limit, int channels) {

@@ -6,8 +6,9 @@
 #include "batch_norm.cuh"
 
 // Processes the rows from the last to the first, as batch_norm_apply does. Each norm saves the values that `Forward`
-// saves. Shapes: x, x_2, y (rows, C); mask (rows, C / 8) bytes; sums (2 or 3, C), saved (2, C), gamma, beta,
-// running_mean, running_var (C) fp32, likewise the operands with _2; factors fp32.
+// saves.
+// Shapes: x, x_2, y (rows, C); mask (rows, C / 8) bytes; sums (2 or 3, C), saved (2, C), gamma, beta, running_mean,
+// running_var (C) fp32, likewise the operands with _2; factors fp32.
 template <class T, bool DROP>
 __global__ void __launch_bounds__(APPLY_THREADS, 4)
 batch_norm_pair_apply(const Packed<T> *x, const Packed<T> *x_2, const float *sums, const float *sums_2,
@@ -52,9 +53,10 @@ batch_norm_pair_apply(const Packed<T> *x, const Packed<T> *x_2, const float *sum
 }
 
 // The sums of both norms, as in batch_norm_backward_reduce. Without DROP, the dbeta of both norms are equal. dz is dy
-// (or dy + dy2), masked by ReLU; it is stored for batch_norm_pair_backward_apply. Shapes: x, x_2, dy, dz (rows, C); dy2
-// (rows, C) or (rows of the grid, C); mask (rows, C / 8) bytes; saved (2, C), dgamma, dbeta (C) fp32, likewise the
-// operands with _2; partials (gridDim.y, 3 + DROP, C), factors fp32; tickets (gridDim.x).
+// (or dy + dy2), masked by ReLU; it is stored for batch_norm_pair_backward_apply.
+// Shapes: x, x_2, dy, dz (rows, C); dy2 (rows, C) or (rows of the grid, C); mask (rows, C / 8) bytes; saved (2, C),
+// dgamma, dbeta (C) fp32, likewise the operands with _2; partials (gridDim.y, 3 + DROP, C), factors fp32; tickets
+// (gridDim.x).
 template <class T, SecondGradient SECOND, bool DROP>
 __global__ void __launch_bounds__(REDUCE_THREADS, 1)
 batch_norm_pair_backward_reduce(const Packed<T> *x, const Packed<T> *x_2, const Packed<T> *dy, const Packed<T> *dy2,

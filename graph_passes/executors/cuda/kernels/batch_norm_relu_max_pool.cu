@@ -77,8 +77,9 @@ template <class T> struct Largest {
 // scale and so the whole channel NaN. A thread computes a strip, which is a column of STRIP pixels, from top to bottom.
 // Rows shared by two windows are read once, and the next two rows are in flight. Pixels outside the image are replaced
 // by pixels at the edge, which changes no maximum. Strips are processed from the last to the first, like the rows in
-// batch_norm_apply. Shapes: x (N, H, W, C); y, x_winner (N, OH, OW, C); winner (N, OH, OW, C) bytes; sums (2 or 3, C),
-// saved (2, C), gamma, beta, running_mean, running_var (C) fp32. rows = N*H*W, strips = N * ceil(OH / STRIP) * OW.
+// batch_norm_apply.
+// Shapes: x (N, H, W, C); y, x_winner (N, OH, OW, C); winner (N, OH, OW, C) bytes; sums (2 or 3, C), saved (2, C),
+// gamma, beta, running_mean, running_var (C) fp32. rows = N*H*W, strips = N * ceil(OH / STRIP) * OW.
 template <class T>
 __global__ void __launch_bounds__(APPLY_THREADS, 3)
 batch_norm_relu_max_pool(const Packed<T> *x, const float *sums, bool about_mean, const float *gamma, const float *beta,

@@ -19,8 +19,8 @@ __global__ void broadcast(const Packed<T> *x, const Packed<T> *s, Packed<T> *y, 
 }
 
 // ds = the sum over an image's pixels of dy * x, or of dy if x is null. The order of the sum is fixed, so results are
-// reproducible to the bit. A block works on 8 channels of an image. Shapes: dy, x (N, pixels, C), ds (N, C). gridDim.x
-// = N * pitch, pitch = C / 8.
+// reproducible to the bit. A block works on 8 channels of an image.
+// Shapes: dy, x (N, pixels, C), ds (N, C). gridDim.x = N * pitch, pitch = C / 8.
 template <class T>
 __global__ void __launch_bounds__(THREADS) pixel_sums(const Packed<T> *dy, const Packed<T> *x, Packed<T> *ds, uint32 pixels,
                                                       uint32 pitch) {

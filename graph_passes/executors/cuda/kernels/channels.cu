@@ -3,8 +3,8 @@
 
 // to[row][to_first + c] = from[row][from_first + c] for c < columns. With FILL, all other columns of `to` become 0, and
 // each element of `to` has a thread; without FILL, each copied element has a thread. V: one element, or a vector of 8
-// neighbouring elements; all column numbers count V. Shapes: from (rows, from_pitch), to (rows, to_pitch). items = rows
-// * (FILL ? to_pitch : columns).
+// neighbouring elements; all column numbers count V.
+// Shapes: from (rows, from_pitch), to (rows, to_pitch). items = rows * (FILL ? to_pitch : columns).
 template <class V, bool FILL>
 __global__ void copy_columns(const V *from, V *to, uint32 items, uint32 columns, uint32 from_pitch, uint32 from_first,
                              uint32 to_pitch, uint32 to_first) {

@@ -6,9 +6,9 @@
 // well. Tiles of the tensor maps: x and x_2 `walk.rows` rows and 64 columns; w and w_2 COLUMNS rows and 64 columns; y
 // and addend 16 rows and 64 columns. With stride 2, the map of x skips pixels: a tile of x is whole lines of an image,
 // and a line of the map of y is a tile. The map of x_2 has the same lines as the map of y. gridDim.x blocks share the
-// columns, gridDim.y the rows. Shapes: x (rows, C), w (K, C), x_2 (rows, C_2), w_2 (K, C_2), y and addend (rows, K);
-// bias and bias_2 (K) fp32. columns = K. C_2 fits into the last `chunks_2` of `chunks` chunks of 64 channels, and C
-// into the chunks before them.
+// columns, gridDim.y the rows.
+// Shapes: x (rows, C), w (K, C), x_2 (rows, C_2), w_2 (K, C_2), y and addend (rows, K); bias and bias_2 (K) fp32.
+// columns = K. C_2 fits into the last `chunks_2` of `chunks` chunks of 64 channels, and C into the chunks before them.
 template <class T, int COLUMNS, bool ADD, bool RELU, bool TWO>
 __global__ void __launch_bounds__(THREADS, 1)
 conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,

@@ -183,9 +183,9 @@ conv1x1_statistics(const __grid_constant__ TensorMap x, const __grid_constant__ 
 }
 
 // y = relu(BatchNorm(x)), with the values that `Forward` saves, and z = y * w, with the sums of z. The tensor maps are
-// as above; y has tiles like z. y is written if `is_read`. Shapes: x, y (rows, C), w (K, C), z (rows, K); sums (2 or 3,
-// C), saved (2, C), gamma, beta, running_mean, running_var (C), sums_of_z (3, K), partials (3 * gridDim.y * K) fp32;
-// tickets (gridDim.x). columns = K, C = chunks * 64.
+// as above; y has tiles like z. y is written if `is_read`.
+// Shapes: x, y (rows, C), w (K, C), z (rows, K); sums (2 or 3, C), saved (2, C), gamma, beta, running_mean, running_var
+// (C), sums_of_z (3, K), partials (3 * gridDim.y * K) fp32; tickets (gridDim.x). columns = K, C = chunks * 64.
 template <class T, int COLUMNS, int PEERS>
 __global__ void __cluster_dims__(PEERS, 1, 1) __launch_bounds__(BLOCK, 1)
 norm_relu_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap y,

@@ -435,9 +435,9 @@ conv3x3_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
 }
 
 // y = relu(BatchNorm(x)), with the values that `Forward` saves, and z = the convolution of y, with the sums of z. The
-// tensor maps of the loaded x and the stored y and z are as in the kernel above. Shapes: x, y (N, H, W, C), w (K, 3, 3,
-// C), z (N, H, W, K) with C = K = CHANNELS; sums (2 or 3, C), saved (2, C), gamma, beta, running_mean, running_var (C),
-// sums_of_z (3, K), partials (3 * gridDim.y * K) fp32; tickets (1).
+// tensor maps of the loaded x and the stored y and z are as in the kernel above.
+// Shapes: x, y (N, H, W, C), w (K, 3, 3, C), z (N, H, W, K) with C = K = CHANNELS; sums (2 or 3, C), saved (2, C),
+// gamma, beta, running_mean, running_var (C), sums_of_z (3, K), partials (3 * gridDim.y * K) fp32; tickets (1).
 template <class T>
 __global__ void __launch_bounds__(THREADS, 1)
 norm_conv3x3(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap y,

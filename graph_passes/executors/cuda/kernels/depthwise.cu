@@ -183,7 +183,8 @@ __global__ void __launch_bounds__(THREADS, Piece<T, K>::BLOCKS) depthwise_forwar
     });
 }
 
-// Computes dx from dy. Shapes: dy (N, OH, OW, C), w (C, K, K), dx (N, H, W, C). gridDim.x * items_of_block >= items.
+// Computes dx from dy.
+// Shapes: dy (N, OH, OW, C), w (C, K, K), dx (N, H, W, C). gridDim.x * items_of_block >= items.
 template <class T, int K, int STRIDE>
 __global__ void __launch_bounds__(THREADS, Piece<T, K>::BLOCKS) depthwise_dgrad(const T *dy, const T *w, T *dx, Walk walk) {
     constexpr int CHANNELS = Piece<T, K>::CHANNELS;
@@ -240,8 +241,8 @@ __global__ void __launch_bounds__(THREADS, Piece<T, K>::BLOCKS) depthwise_statis
 // LANES: channels or weights of a block; SPLITS: threads that share one of them; for the two kernels that complete sums
 constexpr int LANES = 32, SPLITS = 8;
 
-// Computes the sums for a BatchNorm: zeros, squares of deviations, means. Shapes: parts (num_parts, C), sums (3, C)
-// fp32. gridDim.x * LANES >= C.
+// Computes the sums for a BatchNorm: zeros, squares of deviations, means.
+// Shapes: parts (num_parts, C), sums (3, C) fp32. gridDim.x * LANES >= C.
 __global__ void __launch_bounds__(LANES *SPLITS) depthwise_moments(const Moments *parts, float *sums, int num_parts,
                                                                    int channels) {
     __shared__ Moments of_split[SPLITS][LANES];
@@ -256,8 +257,8 @@ __global__ void __launch_bounds__(LANES *SPLITS) depthwise_moments(const Moments
     sums[2 * channels + channel] = all.mean;
 }
 
-// Computes the gradient of the weights over the items of each block, for `depthwise_sum`. Shapes: x (N, H, W, C), dy
-// (N, OH, OW, C), parts (gridDim.x, C, K, K) fp32.
+// Computes the gradient of the weights over the items of each block, for `depthwise_sum`.
+// Shapes: x (N, H, W, C), dy (N, OH, OW, C), parts (gridDim.x, C, K, K) fp32.
 template <class T, int K, int STRIDE>
 __global__ void __launch_bounds__(THREADS, Piece<T, K>::BLOCKS) depthwise_wgrad(const T *x, const T *dy, float *parts, Walk walk) {
     using Steps = Order<K, STRIDE, 1>;
@@ -327,8 +328,8 @@ __global__ void __launch_bounds__(THREADS, Piece<T, K>::BLOCKS) depthwise_wgrad(
     }
 }
 
-// sum = the sum of all parts, added one after the other. Shapes: parts (num_parts, size) fp32, sum (size). gridDim.x *
-// LANES >= size.
+// sum = the sum of all parts, added one after the other.
+// Shapes: parts (num_parts, size) fp32, sum (size). gridDim.x * LANES >= size.
 template <class T>
 __global__ void __launch_bounds__(LANES *SPLITS) depthwise_sum(const float *parts, T *sum, int num_parts, int size) {
     __shared__ float of_split[SPLITS][LANES];

@@ -79,9 +79,10 @@ template <class S> struct Shared {
 
 // dz = dy * w, plus `addend` unless SECOND is NONE, masked by ReLU's bits in `mask`. Also computes the sums of
 // batch_norm_backward_reduce, or with PAIR of batch_norm_pair_backward_reduce. DROP has the same meaning as in these
-// kernels. The weights are (K, C), which is OHWI. Shapes: dy (rows, K); w (K, C); x, x_2, dz (rows, C); addend (rows,
-// C) or (rows of the grid, C); mask (rows, C / 8) bytes; saved (2, C), dgamma, dbeta (C) fp32, likewise the operands
-// with _2; partials (gridDim.y, 2 + PAIR, or 4 with PAIR and DROP, C), factors fp32; tickets (gridDim.x). columns = C.
+// kernels. The weights are (K, C), which is OHWI.
+// Shapes: dy (rows, K); w (K, C); x, x_2, dz (rows, C); addend (rows, C) or (rows of the grid, C); mask (rows, C / 8)
+// bytes; saved (2, C), dgamma, dbeta (C) fp32, likewise the operands with _2; partials (gridDim.y, 2 + PAIR, or 4 with
+// PAIR and DROP, C), factors fp32; tickets (gridDim.x). columns = C.
 template <class T, int K, SecondGradient SECOND, bool PAIR, bool DROP>
 __global__ void __launch_bounds__(Shape<K, SECOND != NONE, PAIR>::THREADS, 1)
 dgrad_reduce(const Packed<T> *dy, const T *w, const Packed<T> *x, const Packed<T> *x_2, const Packed<T> *addend,

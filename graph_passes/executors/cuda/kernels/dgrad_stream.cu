@@ -62,9 +62,10 @@ template <class T> struct CompactAddends {
 // tensor maps: dy and w (OHWI) 64 rows and 64 columns, all other tensors 16 rows and 64 columns. gridDim.x blocks share
 // the columns, gridDim.y the rows. After `Control`, shared memory has, in vectors: the weights, (chunks, PARTS) tiles;
 // `stages` tiles of dy for each team; for each MMA warp two parts of dz, `ahead` parts of x and `ahead` parts of the
-// addend. Shapes: dy (rows, K); w (K, C); x, addend, dz (rows, C); compact (rows of the grid, C); mask (rows, C / 8)
-// bytes; saved (2, C), dgamma, dbeta (C), partials (gridDim.y, 2, C), factors fp32; tickets (gridDim.x). columns = C; K
-// fits into `chunks` of 64 channels.
+// addend.
+// Shapes: dy (rows, K); w (K, C); x, addend, dz (rows, C); compact (rows of the grid, C); mask (rows, C / 8) bytes;
+// saved (2, C), dgamma, dbeta (C), partials (gridDim.y, 2, C), factors fp32; tickets (gridDim.x). columns = C; K fits
+// into `chunks` of 64 channels.
 template <class T, SecondGradient SECOND, bool DROP>
 __global__ void __launch_bounds__(THREADS, 1)
 dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x,

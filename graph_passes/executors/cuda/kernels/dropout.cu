@@ -15,7 +15,8 @@ struct Rates {
 };
 
 // Computes the factor of each image in each Dropout. One thread per factor. With `per_batch` all images have the factor
-// of the first image. Shapes: seed (2); factors (dropouts, N) fp32, with images = N.
+// of the first image.
+// Shapes: seed (2); factors (dropouts, N) fp32, with images = N.
 __global__ void dropout_factors(const uint32 *seed, float *factors, Rates rates, uint32 dropouts, uint32 images, bool per_batch) {
     const uint32 at = blockIdx.x * blockDim.x + threadIdx.x, row = at / images;
     if (row >= dropouts) return;
@@ -23,8 +24,9 @@ __global__ void dropout_factors(const uint32 *seed, float *factors, Rates rates,
     factors[at] = word >= rates.threshold[row] ? rates.scale[row] : 0;
 }
 
-// y = x times its image's factor; `first` is the index of the first image's factor. y may alias x. Shapes: x, y (N,
-// H*W*C / 8) vectors; factors (dropouts, N) fp32. vectors: number of vectors of x; image_vectors = H*W*C / 8.
+// y = x times its image's factor; `first` is the index of the first image's factor. y may alias x.
+// Shapes: x, y (N, H*W*C / 8) vectors; factors (dropouts, N) fp32. vectors: number of vectors of x; image_vectors =
+// H*W*C / 8.
 template <class T>
 __global__ void dropout_images(const Packed<T> *x, const float *factors, Packed<T> *y, uint32 first, uint32 vectors,
                                uint32 image_vectors) {
@@ -38,7 +40,8 @@ __global__ void dropout_images(const Packed<T> *x, const float *factors, Packed<
     y[at] = pack<T>(v);
 }
 
-// y = x * scale if the element is kept, otherwise 0. y may alias x. Shapes: seed (2); x, y (8 * vectors).
+// y = x * scale if the element is kept, otherwise 0. y may alias x.
+// Shapes: seed (2); x, y (8 * vectors).
 template <class T>
 __global__ void dropout_elements(const Packed<T> *x, const uint32 *seed, Packed<T> *y, uint32 threshold, float scale,
                                  uint32 number, uint32 vectors) {

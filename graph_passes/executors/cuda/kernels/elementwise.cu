@@ -4,8 +4,8 @@
 
 // y (pixels, to_channels) = x (pixels, from_channels), converted; additional channels are 0. RGB images become
 // 4-channel images, which cuDNN's tensor-core kernels can load. With one channel per pixel, the kernel converts an
-// array of elements. One thread per pixel. Shapes: x (rows, from_channels), y (rows, to_channels); pixels = rows =
-// N*H*W.
+// array of elements. One thread per pixel.
+// Shapes: x (rows, from_channels), y (rows, to_channels); pixels = rows = N*H*W.
 template <class From, class T>
 __global__ void convert_input(const From *x, T *y, int64_t pixels, int from_channels, int to_channels) {
     const int64_t pixel = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -15,8 +15,8 @@ __global__ void convert_input(const From *x, T *y, int64_t pixels, int from_chan
 }
 
 // Mixup (Zhang et al., arXiv:1710.09412), in place: image i of n becomes lambda * image[i] + (1 - lambda) * image[n - 1
-// - i]. One thread mixes 4 elements of a pair of images; `size` is the number of elements of an image. Shapes: images
-// (N, H*W*C), with size = H*W*C; gridDim.x is a multiple of ceil(N / 2).
+// - i]. One thread mixes 4 elements of a pair of images; `size` is the number of elements of an image.
+// Shapes: images (N, H*W*C), with size = H*W*C; gridDim.x is a multiple of ceil(N / 2).
 template <class T>
 __global__ void mix_images(T *images, int64_t size, int num_images, float lambda) {
     struct alignas(4 * sizeof(T)) Four { T value[4]; };
@@ -37,8 +37,8 @@ __global__ void mix_images(T *images, int64_t size, int num_images, float lambda
 }
 
 // CutMix (Yun et al., arXiv:1905.04899): exchanges the box of image i of n with the box of image n - 1 - i, in place.
-// One thread exchanges one pixel of a pair of images. With an odd n, the middle image is unchanged. Shapes: images (N,
-// H, W, CHANNELS), the box in pixels; gridDim.x is a multiple of ceil(N / 2).
+// One thread exchanges one pixel of a pair of images. With an odd n, the middle image is unchanged.
+// Shapes: images (N, H, W, CHANNELS), the box in pixels; gridDim.x is a multiple of ceil(N / 2).
 template <class T, int CHANNELS>
 __global__ void exchange_boxes(T *images, int num_images, int height, int width, int top, int left, int bottom,
                                int right) {

@@ -18,8 +18,8 @@ __global__ void embedding(const float *tokens, const Packed<T> *weight, Packed<T
 
 // dweight[word] = sum of dy over all tokens equal to `word`, in the order of the tokens, so equal inputs give equal
 // bits. blockIdx.x is the word, blockIdx.y a tile of its channels. Each lane of a warp compares one of 32 tokens; then
-// all lanes add the rows of the matching tokens. Shapes: dy (count, C), tokens (count), fp32; dweight (words, C), with
-// C = 8 * row_vectors.
+// all lanes add the rows of the matching tokens.
+// Shapes: dy (count, C), tokens (count), fp32; dweight (words, C), with C = 8 * row_vectors.
 template <class T>
 __global__ void embedding_wgrad(const Packed<T> *dy, const float *tokens, Packed<T> *dweight, uint32 count,
                                 uint32 row_vectors, uint32 words) {

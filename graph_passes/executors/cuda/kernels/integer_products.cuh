@@ -135,8 +135,8 @@ __device__ inline int filter_of(int column) {
 }
 
 // The epilogue of a thread's rows: requantises, adds a shortcut, applies ReLU and stores. A thread has two of a
-// warpgroup's 64 rows, which are 8 apart, and 16 neighbouring columns of each 64 columns. Shapes: multiplier (K) fp32;
-// bias (K) int32; addend (rows, K) int8; y (rows, K), int8 or of the type T. filters = K.
+// warpgroup's 64 rows, which are 8 apart, and 16 neighbouring columns of each 64 columns.
+// Shapes: multiplier (K) fp32; bias (K) int32; addend (rows, K) int8; y (rows, K), int8 or of the type T. filters = K.
 template <class T, int COLUMNS, bool ADD, bool RELU> struct Results {
     static constexpr int SPANS = COLUMNS / 64;
     const float *multiplier;

@@ -25,8 +25,9 @@ template <class T> __device__ inline float2 row_statistics(const T *row, uint32 
 }
 
 // y = (x - mean) / deviation * gamma + beta. Mean and deviation, sqrt(variance + eps), are written if their pointers
-// are not null. Shapes: x, y (rows, channels); gamma, beta (channels) fp32; means fp32 and deviations (rows). gridDim.x
-// * WARPS >= rows.
+// are not null.
+// Shapes: x, y (rows, channels); gamma, beta (channels) fp32; means fp32 and deviations (rows). gridDim.x * WARPS >=
+// rows.
 template <class T>
 __global__ void __launch_bounds__(WARPS *WARP) layer_norm(const T *x, const float *gamma, const float *beta, T *y, float *means,
                                                           T *deviations, float eps, uint32 rows, uint32 channels) {
@@ -43,8 +44,9 @@ __global__ void __launch_bounds__(WARPS *WARP) layer_norm(const T *x, const floa
     }
 }
 
-// Computes dx, and the statistics of each row for `layer_norm_sums`. Shapes: dy, x, dx (rows, channels); gamma
-// (channels) fp32; statistics (rows) pairs of fp32. gridDim.x * WARPS >= rows.
+// Computes dx, and the statistics of each row for `layer_norm_sums`.
+// Shapes: dy, x, dx (rows, channels); gamma (channels) fp32; statistics (rows) pairs of fp32. gridDim.x * WARPS >=
+// rows.
 template <class T>
 __global__ void __launch_bounds__(WARPS *WARP) layer_norm_backward(const T *dy, const T *x, const float *gamma, T *dx,
                                                                    float2 *statistics, float eps, uint32 rows,

@@ -39,8 +39,9 @@ template <int IN_FLIGHT = 8, class At> __device__ Moments combine(int first, int
 // writes its combined moments to `partials`. The last block of these columns to arrive combines the moments of all
 // blocks, in a fixed order, and writes them in the layout that BatchNorm reads. No later work hides the reads of this
 // block, so they are contiguous, and IN_FLIGHT reads are in flight. The first THREADS threads of a block call this
-// function; `sync` is the barrier of these threads. Shapes: of_part (max(parts, THREADS / COLUMNS), COLUMNS), sums (3,
-// columns); partials: 3 * gridDim.y * columns floats, tickets (gridDim.x).
+// function; `sync` is the barrier of these threads.
+// Shapes: of_part (max(parts, THREADS / COLUMNS), COLUMNS), sums (3, columns); partials: 3 * gridDim.y * columns
+// floats, tickets (gridDim.x).
 template <int COLUMNS, int THREADS, class Sync>
 __device__ inline void finish_column_moments(Moments *of_part, int parts, int first, int columns, float *partials,
                                              uint32 *tickets, float *sums, Sync sync) {

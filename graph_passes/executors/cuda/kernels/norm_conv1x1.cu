@@ -37,10 +37,10 @@ __device__ inline uint32 gathered(uint32 (&bits)[4], int lane) {
 // y = relu(norm(x) + addend), or with PAIR relu(norm(x) + norm_2(addend)). Also stores ReLU's bits in `mask`, and the
 // values that `Forward` saves. z = y * w, with its sums about the mean, in a fixed order. Tiles of the tensor maps: x
 // and addend 64 rows and columns, w COLUMNS rows and 64 columns, y and z 16 rows and 64 columns. gridDim.y blocks share
-// the rows. Shapes: x, addend, y (rows, C), w (K, C), z (rows, K), mask (rows, C / 8) bytes; sums (2 or 3, C), saved
-// (2, C), gamma, beta, running_mean, running_var (C) fp32, likewise the operands with _2; sums_of_z (3, K), partials (3
-// * gridDim.y
-// * K) fp32; tickets (1). C = chunks * 64; columns = K is COLUMNS at most.
+// the rows.
+// Shapes: x, addend, y (rows, C), w (K, C), z (rows, K), mask (rows, C / 8) bytes; sums (2 or 3, C), saved (2, C),
+// gamma, beta, running_mean, running_var (C) fp32, likewise the operands with _2; sums_of_z (3, K), partials (3 *
+// gridDim.y * K) fp32; tickets (1). C = chunks * 64; columns = K is COLUMNS at most.
 template <class T, int COLUMNS, bool PAIR>
 __global__ void __launch_bounds__(BLOCK<COLUMNS>, 1)
 norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap addend, const __grid_constant__ TensorMap w,

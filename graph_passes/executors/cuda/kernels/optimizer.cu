@@ -204,7 +204,8 @@ inspect_gradients(const Tensor *tensors, const Chunk *chunks, State *state, floa
 // Clipping by global norm (Pascanu et al., arXiv:1211.5063, algorithm 1). Multiplies the factor of all gradients by
 // min(1, clip_norm / (|gradient| + 1e-6)), computed from the sums of inspect_gradients. |gradient| is the norm of the
 // mean gradient, without the loss scale; the 1e-6 is from torch.nn.utils.clip_grad_norm_. The kernel runs in one block,
-// which adds in a fixed order. Shapes: state (1), norms (num_chunks, 2) fp32.
+// which adds in a fixed order.
+// Shapes: state (1), norms (num_chunks, 2) fp32.
 __global__ void __launch_bounds__(THREADS) clip_gradients(State *state, const float *norms, uint32 num_chunks) {
     float squares = 0;
     for (uint32 c = threadIdx.x; c < num_chunks; c += THREADS) squares += norms[2 * c + 1];
@@ -267,7 +268,8 @@ accumulate(const Tensor *tensors, const Chunk *chunks, const State *state, float
 }
 
 // trust[t] = the factor of tensor t's learning rate: the rule's ratio for weights; 1 for other tensors, or if a norm is
-// 0. One block per tensor. Shapes: tensors (gridDim.x), state (1), norms (chunks, 2), trust (gridDim.x) fp32.
+// 0. One block per tensor.
+// Shapes: tensors (gridDim.x), state (1), norms (chunks, 2), trust (gridDim.x) fp32.
 template <class Rule>
 __global__ void trust_ratios(const Tensor *tensors, const State *state, const float *norms, float *trust) {
     const Tensor t = tensors[blockIdx.x];
@@ -286,8 +288,8 @@ __global__ void trust_ratios(const Tensor *tensors, const State *state, const fl
 }
 
 // Updates the weights and the optimizer state by the rule. Then updates the moving average of the weights, even if the
-// step is skipped, because the host counts skipped steps, too. Shapes: tensors (number of tensors), chunks (gridDim.x),
-// state (1), trust (number of tensors) fp32.
+// step is skipped, because the host counts skipped steps, too.
+// Shapes: tensors (number of tensors), chunks (gridDim.x), state (1), trust (number of tensors) fp32.
 template <class T, class Rule>
 __global__ void __launch_bounds__(THREADS)
 update(const Tensor *tensors, const Chunk *chunks, const State *state, const float *trust) {
@@ -334,7 +336,8 @@ __global__ void ema_statistics(const float *statistics, float *ema, const State 
 }
 
 // Ends a step, after the update: halves the loss scale after an overflow, doubles it after growth_interval good steps
-// in a row (Micikevicius et al., arXiv:1710.03740, section 3.2). One thread. Shapes: state (1).
+// in a row (Micikevicius et al., arXiv:1710.03740, section 3.2). One thread.
+// Shapes: state (1).
 __global__ void end_step(State *state) {
     if (state->overflow) {
         state->overflow = 0;
@@ -353,8 +356,8 @@ __global__ void end_step(State *state) {
     }
 }
 
-// Copies the master weights to the network's own weights, after the parameters have been set. Shapes: tensors (number
-// of tensors), chunks (gridDim.x).
+// Copies the master weights to the network's own weights, after the parameters have been set.
+// Shapes: tensors (number of tensors), chunks (gridDim.x).
 template <class T>
 __global__ void __launch_bounds__(THREADS) copy_weights(const Tensor *tensors, const Chunk *chunks) {
     const Chunk chunk = chunks[blockIdx.x];

@@ -55,8 +55,8 @@ __global__ void max_pool(const Packed<T> *x, Packed<T> *y, uint8 *winner, Window
 }
 
 // dx = sum of dy (or dy + dy2) over the windows that this element won. Each thread gathers its sums, so the kernel
-// needs neither atomics nor a cleared dx. Shapes: dy, dy2 (N, OH, OW, C), winner (N, OH, OW, C) bytes; dx (N, H, W, C).
-// vectors = rows * C / 8, pitch = C / 8.
+// needs neither atomics nor a cleared dx.
+// Shapes: dy, dy2 (N, OH, OW, C), winner (N, OH, OW, C) bytes; dx (N, H, W, C). vectors = rows * C / 8, pitch = C / 8.
 template <class T, bool TWO>
 __global__ void max_pool_backward(const Packed<T> *dy, const Packed<T> *dy2, const uint8 *winner, Packed<T> *dx, Window w,
                                   uint32 vectors, int pitch) {

@@ -72,8 +72,8 @@ struct Region {
 };
 
 // y = maximum over the window; padding never wins. A thread computes 4 * WORDS channels. SIZE is the size of a square
-// window, whose loads are then all in flight at once; with 0 the window can have any size. Shapes: x (N, H, W, C), y
-// (N, OH, OW, C) int8. items = N * OH * OW * C / (4 * WORDS), pitch = C / (4 * WORDS).
+// window, whose loads are then all in flight at once; with 0 the window can have any size.
+// Shapes: x (N, H, W, C), y (N, OH, OW, C) int8. items = N * OH * OW * C / (4 * WORDS), pitch = C / (4 * WORDS).
 template <int WORDS, int SIZE>
 __global__ void quantised_max_pool(const uint32 *x, uint32 *y, Window w, uint32 items, int pitch) {
     struct alignas(4 * WORDS) Words { uint32 word[WORDS]; };
@@ -119,7 +119,8 @@ enum Divisor { SUM, IMAGE, PADDING };
 
 // y = the exact sum over the window times fp32(ratio / divisor). The divisor is 1 for SUM. For IMAGE it is the number
 // of the window's pixels within the image; PADDING also counts pixels in the padding. A thread computes 4 * WORDS
-// channels. Shapes: x (N, H, W, C) int8, y (N, OH, OW, C), int8 or of the type T. items and pitch as above.
+// channels.
+// Shapes: x (N, H, W, C) int8, y (N, OH, OW, C), int8 or of the type T. items and pitch as above.
 template <class T, int WORDS, Divisor DIVISOR>
 __global__ void quantised_average_pool(const uint32 *x, T *y, Window w, double ratio, uint32 items, int pitch) {
     struct alignas(4 * WORDS) Words { uint32 word[WORDS]; };

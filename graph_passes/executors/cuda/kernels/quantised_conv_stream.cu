@@ -10,9 +10,9 @@ template <int TEAMS, int COLUMNS> constexpr int BLOCKS = 2 * MAX_COLUMNS / (TEAM
 // columns, gridDim.y the rows.
 //
 // With TWO, x is the input of a projection shortcut, whose results are added to the convolution of x_2; the map of x_2
-// has the same lines as the map of y. C and C_2 fit into `chunks` and `chunks_2` of 128 channels. Shapes: x (rows, C),
-// weight (K, C), x_2 (rows, C_2), weight_2 (K, C_2), addend and y (rows, K) int8; multiplier and multiplier_2 (K) fp32;
-// bias and bias_2 (K) int32. C, C_2 and K are multiples of 16, filters = K.
+// has the same lines as the map of y. C and C_2 fit into `chunks` and `chunks_2` of 128 channels.
+// Shapes: x (rows, C), weight (K, C), x_2 (rows, C_2), weight_2 (K, C_2), addend and y (rows, K) int8; multiplier and
+// multiplier_2 (K) fp32; bias and bias_2 (K) int32. C, C_2 and K are multiples of 16, filters = K.
 template <int TEAMS, int COLUMNS, bool ADD, bool RELU, bool TWO>
 __global__ void __launch_bounds__(THREADS<TEAMS>, BLOCKS<TEAMS, COLUMNS>)
 quantised_conv_stream(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap addend,

@@ -179,13 +179,13 @@ stem_fprop(const T *x, const T *w, Packed<T> *y, float *sums, Moments *partials,
 // --- gradient of the weights ---
 
 // partials[block] (FILTERS, SIZE * ROW_OF_K) = the block's part of
-//     dw[filter, k] = sum over pixels of dy[pixel, filter] * a[pixel, k]
+// dw[filter, k] = sum over pixels of dy[pixel, filter] * a[pixel, k]
 // dy is the gradient of BatchNorm + ReLU + max pooling, computed here (`PoolGradient`). Each half of the warps computes
 // 32 filters; within a half, each of the four warps computes 7 of the 28 groups of 8 values of k. Dynamic shared memory
 // has dy of an item, then its image rows. The vectors of a pixel of dy are ordered such that `ldmatrix` has no bank
-// conflicts. Shapes: data (N, H, W, 4); x (N, OH, OW, K), the input of BatchNorm; dz (N, PH, PW, K), after pooling;
-// winner (N, PH, PW, K) bytes; saved (2, K), gamma, dgamma, dbeta (K), partials (gridDim.x, K, 7 * ROW_OF_K) fp32. rows
-// = N*OH*OW.
+// conflicts.
+// Shapes: data (N, H, W, 4); x (N, OH, OW, K), the input of BatchNorm; dz (N, PH, PW, K), after pooling; winner (N, PH,
+// PW, K) bytes; saved (2, K), gamma, dgamma, dbeta (K), partials (gridDim.x, K, 7 * ROW_OF_K) fp32. rows = N*OH*OW.
 template <class T>
 __global__ void __launch_bounds__(THREADS, 2)
 stem_wgrad(const T *data, const Packed<T> *x, const Packed<T> *dz, const uint2 *winner, const float *saved,

@@ -59,9 +59,9 @@ struct Stage {
 
 // partials[block] = the block's part of dw. A work item is two rows of the gradient of an image: one row of 2x2 squares
 // of `PoolGradient`. One warp loads the operands, 15 warps overwrite x by the gradient, and four warps multiply. The
-// tensor map of x is (N*OH, OW, K), in tiles of (OUT_ROWS, layout.pixels, K). Shapes: data (N, H, W, 4); x (N, OH, OW,
-// K), the input of BatchNorm; dz (N, PH, PW, K), after pooling; winner (N, PH, PW, K) bytes; saved (2, K), gamma,
-// dgamma, dbeta (K), partials (gridDim.x, K, 7 * ROW_OF_K) fp32. rows = N*OH*OW.
+// tensor map of x is (N*OH, OW, K), in tiles of (OUT_ROWS, layout.pixels, K).
+// Shapes: data (N, H, W, 4); x (N, OH, OW, K), the input of BatchNorm; dz (N, PH, PW, K), after pooling; winner (N, PH,
+// PW, K) bytes; saved (2, K), gamma, dgamma, dbeta (K), partials (gridDim.x, K, 7 * ROW_OF_K) fp32. rows = N*OH*OW.
 template <class T>
 __global__ void __launch_bounds__(THREADS, 1)
 stem_weights(const __grid_constant__ TensorMap x, const T *data, const T *dz, const uint8 *winner, const float *saved,
