@@ -85,7 +85,9 @@ def photographs(data: Path) -> tuple[list[Path], np.ndarray]:
 
 
 def counted(scores: np.ndarray, labels: np.ndarray) -> Line:
-    """How many labels (N,) have the largest of the scores (N, classes), and how many one of the five largest."""
+    """Counts, for labels (N,) and scores (N, classes): the labels with the largest score, and the labels with one of
+    the five largest scores.
+    """
     best = np.argsort(-scores, axis=1)[:, :5] == labels[:, None]
     return {"images": len(labels), "top1": int(best[:, 0].sum()), "top5": int(best.any(axis=1).sum())}
 

@@ -121,7 +121,7 @@ print(json.dumps({"ours": step_gpu.all_times(compared.ours), "watts": [turn["wat
 
 
 def measure(cell: Cell, options: Options) -> dict[str, Any]:
-    """Both sides' times of a cell, or `error`, the reason why there are none."""
+    """The times of both programs for a cell, or `error`, the reason why they could not be measured."""
     arguments = {"model": cell.network, "batch": cell.batch, "size": cell.size, "dtype": cell.dtype,
                  "steps": cell.steps, "rounds": options.rounds, "peers": options.peers,
                  "inference": cell.use == "inference"}

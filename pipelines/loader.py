@@ -112,7 +112,7 @@ class LoaderConfig:
 
     @property
     def context(self) -> Any:
-        """The MXNet device that batches are on."""
+        """The MXNet device of the batches."""
         return mx.gpu(self.device_id) if self.device == "gpu" else mx.cpu()
 
 

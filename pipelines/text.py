@@ -21,7 +21,7 @@ from pipelines.files import read_file
 from pipelines.loader import Batch, Loader, LoaderConfig
 
 UNKNOWN, END = "<unk>", "<eos>"  # a word outside the vocabulary, and the end of a line
-ALIGNMENT = 8  # a vocabulary's size is a multiple of this, as GPU kernels need for the number of classes
+ALIGNMENT = 8  # a vocabulary's size is a multiple of this, because GPU kernels require this of the number of classes
 
 _SUCCESSORS = 8  # number of possible next words of each word in a generated text
 _SENTENCE_WORDS = 12  # mean words per line of a generated text

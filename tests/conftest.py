@@ -37,7 +37,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 if sys.dont_write_bytecode:  # PYTHONDONTWRITEBYTECODE, as in many containers
     # Without bytecode, each of the hundreds of processes that tests start compiles all of MXNet's Python: with it, the
-    # import takes 2.5 s of CPU time, down from 4.3 s. It goes to a folder of its own, not beside the sources.
+    # import takes 2.5 s of CPU time, down from 4.3 s. The bytecode goes to a folder of its own, not beside the sources.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     sys.pycache_prefix = os.environ.setdefault("PYTHONPYCACHEPREFIX", str(REPOSITORY / ".pytest_cache" / "bytecode"))
@@ -110,7 +110,7 @@ def own_plugins() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_lines() -> Iterator[None]:
-    """What C++ libraries write to stderr in a test appears there, and not in the next one."""
+    """Keep text that C++ libraries write to stderr in the test that caused it, out of the next test."""
     yield
     for pass_on in quiet.on_their_way:
         pass_on()

@@ -34,7 +34,7 @@ def test_records_are_read(benchmark_module: Callable[[str], Any]) -> None:
 
 
 def test_without_cupti(benchmark_module: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It prints one sentence, and measures everything else."""
+    """Without CUPTI the benchmark prints one sentence, and measures everything else."""
     pathfinder = pytest.importorskip("cuda.pathfinder")
 
     def nowhere(name: str) -> None:

@@ -242,7 +242,9 @@ def test_messages_do_not_name_the_folder_of_the_build(build, source, tmp_path):
 
 @needs_compiler
 def test_an_error_of_the_compiler(build, tmp_path):
-    """It is reported in one sentence. The object file does not exist then, so the next call compiles it again."""
+    """An error of the compiler is reported in one sentence. The object file then does not exist, so the next call
+    compiles it again.
+    """
     with pytest.raises(build.BuildError, match=r"wrong\.cc:1:\d+: error: .*missing"):
         build.compile_unit(build.Unit("wrong", "int a = missing;\n", ()), tmp_path)
     assert not (tmp_path / "wrong.o").exists()

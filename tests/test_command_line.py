@@ -175,7 +175,7 @@ class Baskets:
 
 
 def test_an_option_that_may_be_repeated(capsys):
-    """It takes one word each time, so that the files after it stay files."""
+    """A repeatable option takes one word each time, so that the files after the option stay files."""
     found = given(Baskets, ["--basket", "red", "apple", "--basket=blue", "pear"], prog="fill")
     assert found == {"basket": ("red", "blue"), "more": (Path("apple"), Path("pear"))}
     filled = Baskets((), ("red", "blue"))

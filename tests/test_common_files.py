@@ -48,7 +48,7 @@ def test_a_place(name, tmp_path, monkeypatch):
 
 
 def test_a_link_that_leads_nowhere_stays(tmp_path):
-    """It may lead to a disk that is not mounted now."""
+    """A dangling link may lead to a disk that is not mounted now."""
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "gone")
     for use in (lambda: check_place(link, "give another place"), lambda: write(link, b"content")):

@@ -90,7 +90,7 @@ def test_mistakes_name_the_command_that_was_typed(run: Run, arguments: str, sent
 
 @pytest.mark.long
 def test_it_trains_and_records_the_command(run: Run, tmp_path: Path) -> None:
-    """It also trains in processes of its own. None of them runs the user's files of these names."""
+    """The command also trains in processes of its own. No process runs the user's files of these names."""
     pytest.importorskip("horovod")
     done = run("launch", "-n", 2, "--data", "synthetic", "--device", "cpu", "--model", "resnet18", "--image-size", 32,
                "-b", 2, "--num-classes", 2, "--num-threads", 1, "--no-tensorboard", "--max-steps", 1, "--output",
@@ -176,7 +176,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.long
 def test_the_wheel(installed: Path, tmp_path: Path) -> None:
-    """It holds all files of our packages, and no file that another package may have; its command runs these files."""
+    """The wheel holds all files of our packages, and no file that another package may have. Its command runs these
+    files.
+    """
     ours = {str(path.relative_to(REPOSITORY)) for name in program.PACKAGES for path in (REPOSITORY / name).rglob("*")
             if path.is_file() and "__pycache__" not in path.parts}
     elsewhere = "common/mxnet_hook.pth"  # is resnet_mxnet_hook.pth there

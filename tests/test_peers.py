@@ -151,7 +151,7 @@ def test_augmentations_of_whole_batches_are_torchvision_s(rng):
 
 
 def test_the_peer_of_the_strong_recipe_learns(tmp_path, rng):
-    """On a CPU, with all ingredients, it learns to tell apart classes of one colour each."""
+    """On a CPU, with all ingredients, the peer learns to distinguish classes of one colour each."""
     colours = rng.permutation([(230, 30, 30), (30, 230, 30), (30, 30, 230)])
     arrays = {"mean": np.float32(MEAN), "std": np.float32(STD)}
     for split, count in (("train", 48), ("val", 12)):

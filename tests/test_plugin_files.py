@@ -149,7 +149,7 @@ def test_a_recorded_file_is_found_again(recorded: tuple[Path, str, Path], capsys
 def test_a_file_that_has_gone_or_changed(
     is_gone: bool, recorded: tuple[Path, str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its copy in the run's folder is used instead."""
+    """The copy of the file in the run's folder is used instead."""
     file, record, copy = recorded
     file.unlink()
     if not is_gone:
@@ -204,7 +204,7 @@ def test_what_nobody_has_named_is_not_executed(
 
 
 def test_a_record_of_a_relative_path(recorded: tuple[Path, str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It stands for an installed package, not for a file in this folder."""
+    """A record with a relative path stands for an installed package, not for a file in this folder."""
     file, record, _ = recorded
     monkeypatch.chdir(file.parent)
     with pytest.raises(UserError, match="the run needs the plug-in my.py, which is not there: .* install its package"):
@@ -259,7 +259,7 @@ def test_help_waits_for_nothing(tmp_path: Path) -> None:
 
 def test_the_run_s_copy_serves_where_a_part_of_a_network_file_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                                       capsys: pytest.CaptureFixture[str]) -> None:
-    """For example an ONNX file, whose weights lie in another one."""
+    """An example is an ONNX file whose weights are in another file."""
     network, part, run = tmp_path / "net.two", tmp_path / "net.two.data", tmp_path / "run"
     network.write_bytes(b"net ")
     part.write_bytes(b"weights")

@@ -220,7 +220,7 @@ def test_a_wrong_result_is_found(key: str, wrong: Any) -> None:
     ("scaling_model", ("--results", "nowhere"), "error: nowhere/scaling_b64_4gpu.jsonl is missing"),
 ])
 def test_bad_input_of_a_program(program, arguments, sentence, tmp_path, monkeypatch, capsys):
-    """It prints one sentence and exits with code 2, like every command line of this project."""
+    """On bad input the program prints one sentence and exits with code 2, like every command line of this project."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr("sys.argv", [f"{program}.py", *arguments])

@@ -108,7 +108,7 @@ def test_a_kill_leaves_the_rows_that_were_there(scaling: Any, tmp_path: Path, mo
 
 def test_redraw(scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                 capsys: pytest.CaptureFixture[str]) -> None:
-    """It needs no GPU, reads the rows of an earlier run, and does not write them again."""
+    """Redrawing needs no GPU, reads the rows of an earlier run, and does not write them again."""
     rows_file = write_rows(tmp_path / "earlier.jsonl", rows())
     results = tmp_path / "results"
     monkeypatch.setattr("sys.argv", ["scaling.py", "--redraw", str(rows_file), "--results", str(results)])
@@ -144,7 +144,7 @@ def test_redraw_keeps_what_another_run_has_left(scaling: Any, tmp_path: Path, mo
 
 
 def test_redraw_of_a_run_that_was_stopped(scaling: Any, tmp_path: Path) -> None:
-    """Its file name says how many GPUs the run was for."""
+    """The name of the run's file states for how many GPUs the run was."""
     stopped = tmp_path / "scaling_b100_4gpu.jsonl"
     stopped.write_text(json.dumps(rows()[0]) + "\n")
     scaling.redraw(stopped, tmp_path)

@@ -173,7 +173,7 @@ NO_NETWORK = ("WARNING: Retrying after connection broken by 'NewConnectionError(
      "ERROR: No matching distribution found for mxnet==1.9.1"),
 ])
 def test_packages_that_cannot_be_had(run_setup, venv, output, sentence):
-    """It prints one sentence; nothing counts as done, and the next call continues."""
+    """Setup prints one sentence; nothing counts as done, and the next call continues."""
     working = (venv / "bin" / "pip").read_text()
     write_program(venv / "bin" / "pip", f"cat <<'end'\n{output}\nend\nexit 1")
     done = run_setup()
@@ -304,7 +304,7 @@ def test_a_python_that_was_replaced_under_the_environment(run_setup, venv):
 
 
 def test_an_environment_of_another_python(run_setup, venv):
-    """It may be the user's own, so it is left alone."""
+    """An environment of another Python may belong to the user, so setup does not touch it."""
     make_python(venv, "3.15")
     done = run_setup()
     assert done.code == 2 and done.calls == []

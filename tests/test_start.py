@@ -90,7 +90,7 @@ def test_every_command_has_its_function(module):
         assert callable(command.load())
 
 
-# What a command must not import before it knows that it needs it: seconds for packages, tenths for the cuda executor.
+# Modules that a command must not import before it needs them: seconds for packages, tenths for the cuda executor.
 UNUSED = {"onnx", "onnxruntime", "matplotlib", "tensorboardX", "horovod", "setuptools", "pkg_resources", "IPython",
           "graph_passes.executors.cuda.executor"}
 

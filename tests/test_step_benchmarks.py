@@ -170,7 +170,7 @@ def test_inference(measured: Callable[..., dict[str, Any]]) -> None:
 
 
 def test_inference_in_int8(measured: Callable[..., dict[str, Any]], benchmark_module: Callable[[str], Any]) -> None:
-    """Its peer runs in float16."""
+    """The peer of inference in INT8 runs in float16."""
     result = measured("--inference", "--dtype", "int8", "--rounds", "1", losses=[1.0])
     del result["executor"]
     assert faults(result, "resnet50_int8_b64_inference_synthetic_1gpu.json") == []
@@ -405,7 +405,7 @@ class TestJpeg:
 
     @pytest.mark.parametrize("policy", ["trivialaugment", "randaugment"])
     def test_a_policy_is_a_figure_of_its_own(self, run: Callable[..., dict[str, Any]], policy: str) -> None:
-        """Its peer is our synthetic step; PyTorch's loader is measured alone, with equal transforms."""
+        """The peer of a policy is our synthetic step; PyTorch's loader is measured alone, with equal transforms."""
         written = run("--auto-augment", policy, "--random-erasing", "0.1")
         assert (written["config"].auto_augment, written["config"].random_erasing) == (policy, 0.1)
         name = f"resnet50_fp16_b256_jpeg_{policy}_1gpu"
@@ -434,7 +434,7 @@ class TestIngredients:
         return benchmark_module("step_ingredients")
 
     def test_every_ingredient_is_a_configuration(self, program: Any) -> None:
-        """Each differs from the step without it, and is valid."""
+        """Each ingredient gives a valid configuration that differs from the step without it."""
         from train.config import check
 
         plain = program.configuration(program.Options(), {})

@@ -29,7 +29,7 @@ def bn_add_relu(graph: Graph) -> Graph:
         return drop if bn and not bn["use_global_stats"] else None
 
     def sum_of(node: Node) -> Node | None:
-        """The node whose inputs are added, if `node` is the ReLU of a sum."""
+        """The addition before `node`, if `node` is the ReLU of a sum; None otherwise."""
         if node.op == "AddRelu":
             return node
         return graph.only_used_by_one(node.inputs[0], "elemwise_add") if is_relu(node) else None

@@ -34,7 +34,7 @@ NAMESPACES = ("--net", "--pid", "--uts", "--mount", "--ipc")
 
 
 def missing() -> str:
-    """What this machine lacks for hosts, in words; "" if nothing."""
+    """The reason, in words, why this machine cannot simulate hosts; "" if it can."""
     if os.getuid() != 0:
         return "hosts need root, for namespaces"
     if lacking := [name for name in PROGRAMS if not shutil.which(name)]:

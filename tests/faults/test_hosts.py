@@ -179,7 +179,7 @@ def no_data(network: Network, folder: Path, data: Path) -> None:
 ])
 def test_refused(break_host: Callable[[Network, Path, Path], None], words: str, code: int, tmp_path: Path, images: Path,
                  new_network: Callable[..., Network], new_run: Callable[..., HostsRun]) -> None:
-    """What is wrong on one host ends the start with one sentence that names the host."""
+    """A fault on one host ends the start with one sentence that names the host."""
     network = new_network("alpha", "beta")
     folder = tmp_path / "cover"
     folder.mkdir()

@@ -69,7 +69,7 @@ def victim(run: Pair, rng: np.random.Generator) -> int:
 @tries()
 def test_killed_process(new_pair: Callable[..., Pair], unbroken_pair: Pair, rng: np.random.Generator,
                         number: int) -> None:
-    """One of two processes killed (SIGKILL): the run ends with a sentence, and goes on when started again."""
+    """One of two processes killed (SIGKILL): the run ends with a sentence, and resumes when it is started again."""
     run = new_pair()
     run.start()
     if pid := victim(run, rng):
@@ -104,7 +104,9 @@ def test_killed_launcher(new_pair: Callable[..., Pair], unbroken_pair: Pair, rng
 @tries()
 def test_stopped_process(new_pair: Callable[..., Pair], unbroken_pair: Pair, rng: np.random.Generator,
                          number: int) -> None:
-    """One of two processes stopped (SIGSTOP) for ever: the run ends with a sentence, and goes on when started again."""
+    """One of two processes is stopped (SIGSTOP) forever: the run ends with a sentence, and resumes when it is started
+    again.
+    """
     run = new_pair()
     run.start()
     if pid := victim(run, rng):

@@ -118,7 +118,7 @@ SCRIPT = """
 @pytest.mark.parametrize("losses", [
     pytest.param(FEW, marks=pytest.mark.long), pytest.param(max(TRIES - FEW, 1), marks=pytest.mark.slow)])
 def test_a_loss_takes_no_other_process_with_it(rng: np.random.Generator, count: int, losses: int) -> None:
-    """One of three or four processes killed (SIGKILL) amid many operations among them."""
+    """One of three or four processes is killed (SIGKILL) during many collective operations."""
     # MALLOC_PERTURB_ overwrites freed memory, so that reading it fails. Several threads of MXNet see operations fail.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
                    "OMP_NUM_THREADS": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": str(GLOO_SECONDS),

@@ -67,7 +67,7 @@ def report(device: str, **sections: tuple[Figure, ...]) -> Report:
 
 
 def test_sections_one_after_the_other(run_train, tmp_path):
-    """Each section is kept. The page has the figures so far, and names the missing ones."""
+    """Each section is kept. The page has the figures measured so far, and names the missing sections."""
     folder = tmp_path / "report"
     command = ("gpu-report", "--device", "cpu", "--output", folder, "--sections")
     code, out, err = run_train(*command, "kernels")
@@ -392,7 +392,7 @@ def test_compare_with_what_was_published(run_train, tmp_path):
 
 @pytest.mark.parametrize("path", sorted(PUBLISHED.glob("*_published.json")), ids=lambda path: path.stem)
 def test_published_figures(path):
-    """Each names its source, and the kernels have sizes that a report has."""
+    """Each published figure names its source, and the kernels have sizes that a report has."""
     published = Report.read(path)
     assert all(figure.source for figure in published.figures().values())
     sizes = {str(size) for size in (*deepbench.GEMMS, *deepbench.CONVOLUTIONS)}
@@ -522,7 +522,7 @@ def test_folder_that_cannot_be_written_is_found_out_before_anything_is_measured(
 
 
 def test_two_at_once_are_refused(run_train, tmp_path):
-    """Each would write its own figures over the other's."""
+    """Two reports in one folder would overwrite each other's figures."""
     command = ("gpu-report", "--device", "cpu", "--output", tmp_path, "--sections", "recurrent")
     other = os.open(tmp_path, os.O_RDONLY)
     try:
@@ -546,7 +546,7 @@ def test_two_at_once_are_refused(run_train, tmp_path):
     ({"versions": 3}, {}, "about.versions is 3"),
 ])
 def test_report_that_was_written_by_hand(run_train, about, sections, reason, tmp_path):
-    """It has no page, because published figures have none. This is noticed before anything is measured."""
+    """A report that was written by hand cannot be shown as a page. This error is raised before anything is measured."""
     device, commit = environment.hardware()["cpu"], environment.git_commit()
     Report(device, {name: Section(figures) for name, figures in sections.items()},
            {"commit": commit, **about}).write(tmp_path / "report.json")
@@ -588,7 +588,9 @@ def test_pages_of_others_are_not_written_over(run_train, page, tmp_path):
 
 @pytest.mark.long
 def test_a_start_that_adds_to_a_report_is_in_it(run_train, tmp_path):
-    """Its command, below the commands of earlier starts, and its date. A start that measures nothing adds neither."""
+    """The report gets the command of the start, below earlier commands, and its date. A start that measures nothing
+    adds neither.
+    """
     command = ("gpu-report", "--device", "cpu", "--output", tmp_path, "--sections", "kernels", "--minutes")
     first = Report("", {}, {"command": "another one", "date": "2020-01-01T00:00:00+00:00",
                             "commit": environment.git_commit(), "versions": environment.versions()})

@@ -76,7 +76,9 @@ def test_what_every_cover_takes_is_taken_whatever_it_costs(rng: np.random.Genera
 
 
 def test_a_tensor_that_may_be_made_once() -> None:
-    """Both producers of a are cheaper together than the one producer of all three, but must not both run."""
+    """Both producers of the tensor a are cheaper together than the one producer of all three tensors, but must not both
+    run.
+    """
     options = [Option(frozenset(), frozenset("ab"), 1.0), Option(frozenset(), frozenset("ac"), 1.0),
                Option(frozenset(), frozenset("abc"), 3.0)]
     assert cover(options, (), "abc") == [0, 1]

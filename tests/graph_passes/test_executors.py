@@ -397,9 +397,10 @@ def one_dnn_run(seed: int) -> dict:
 
 @pytest.mark.long
 def test_training_with_onednn_equals_training_without():
-    """It differs from MXNet's native kernels by rounding only, also after inference, which leaves the weights in
-    oneDNN's own layout. Nothing waits between training and inference, so they must not disturb each other (one bound
-    Symbol for both gave wrong running statistics and gradients here)."""
+    """Training with oneDNN differs from MXNet's native kernels by rounding only, also after inference, which leaves the
+    weights in oneDNN's own layout. Nothing waits between training and inference, so they must not disturb each other
+    (one bound Symbol for both gave wrong running statistics and gradients here).
+    """
     seed = int.from_bytes(os.urandom(2), "little")
     print(f"seed {seed}")
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])

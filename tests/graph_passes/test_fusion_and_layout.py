@@ -264,7 +264,9 @@ def test_a_weight_that_is_read_otherwise_too_keeps_its_layout():
 
 
 def test_the_data_may_change_its_layout_too(rng):
-    """Then there is no transpose, and the result is equal; data that has the layout already stays as it is."""
+    """With the data in the new layout the graph has no transpose, and the result is equal. Data that has the layout
+    already does not change.
+    """
     nchw = graph_of(small_resnet(True, layout="NCHW"))
     nhwc = passes.layout(nchw, "NHWC", inputs=["data"])
     assert "transpose" not in nhwc.operators()

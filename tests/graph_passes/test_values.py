@@ -174,7 +174,8 @@ def test_what_differs_has_other_numbers() -> None:
 
 
 def test_what_a_graph_computes_twice_stays_two_tensors() -> None:
-    """Each of them is an output with its own memory: the gradient of another parameter."""
+    """Each of the two equal tensors is an output with its own memory: they are the gradients of different parameters.
+    """
     x, w = Node("null", "x"), Node("null", "w")
     attrs = {"kernel": (1, 1), "num_filter": 8, "no_bias": True, "layout": "NHWC", "dtype": "float16"}
     twice = [Node("Convolution", name, (Ref("x"), Ref("w")), attrs) for name in ("a", "b")]

@@ -186,7 +186,7 @@ def test_a_record_that_the_index_misses(tmp_path):
 
 
 def test_many_broken_images_cost_few_new_pipelines(tmp_path, monkeypatch):
-    """Each failure looks twice as far ahead as the previous one."""
+    """Each failure inspects twice as many batches ahead as the previous failure."""
     images = [encode(smooth_image(np.random.default_rng(i), 30, 40)) for i in range(200)]
     broken = list(range(0, 200, 5))
     for i in broken:

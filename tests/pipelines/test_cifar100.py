@@ -241,7 +241,7 @@ def test_pickles_run_no_code(tmp_path, monkeypatch):
 
 
 def test_labels_that_are_no_whole_numbers(tmp_path, rng):
-    """They are refused instead of being truncated."""
+    """Labels that are not integers are refused instead of being truncated."""
     images = rng.integers(0, 256, (2, 3072), np.uint8)
     (tmp_path / "train").write_bytes(pickle.dumps({"data": images, "fine_labels": [0.5, 1.0]}))
     with pytest.raises(DataError, match="its labels are float64, not whole numbers"):

@@ -81,7 +81,7 @@ def test_one_that_another_decoder_takes_is_bad_where_verify_says_so(records, tmp
     (-2, b"\xff\xe5\x40\x00", False, "the decoder says: Input file read error"),  # a segment beyond the file's end
 ])
 def test_one_that_libjpeg_alone_gives_up_is_named(tmp_path, capfd, place, marker, is_bad, reason):
-    """Its lines do not name an image, and must not appear on the terminal."""
+    """libjpeg's lines do not name an image, and must not appear on the terminal."""
     images, path = [jpeg(i) for i in range(8)], tmp_path / "train.rec"
     images[2] = images[2][:place] + marker + images[2][place:]
     write_records(path, images, [0.0] * 8)

@@ -51,7 +51,7 @@ def device(path):
 @pytest.mark.parametrize("make", [pipe, unix_socket, device])
 @pytest.mark.parametrize("mid_run", [False, True])
 def test_what_is_no_file_is_never_waited_for(folder, tmp_path, monkeypatch, make, mid_run):
-    """It may have an image's name from the start, or replace an image in the middle of a run."""
+    """A pipe or device may have an image's name from the start, or replace an image in the middle of a run."""
     monkeypatch.chdir(folder)  # the path of a socket has at most 108 bytes
     file = folder / "c01/004.JPEG"
     path = file.relative_to(folder)

@@ -79,7 +79,7 @@ def test_images_beside_the_classes_are_counted_by_content(tmp_path):
 
 @pytest.mark.parametrize("name", [*FOLDERS, "@eaDir", "$RECYCLE.BIN", "System Volume Information"])
 def test_folders_that_systems_make_are_no_classes(tmp_path, name):
-    """They may lie beside the classes, in a class, or in a folder of a class."""
+    """Folders made by systems may lie beside the classes, in a class, or in a folder of a class."""
     write_folder(tmp_path, 4, 2, seed=1)
     for place in ("", "c00", "c01/more"):
         write(tmp_path / place / name / "photo.jpg", {"SYNOPHOTO_THUMB_M.jpg": JPEG})

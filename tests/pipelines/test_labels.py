@@ -1,4 +1,4 @@
-"""What a label in a file means: its class, and whether its bytes can be trusted."""
+"""The meaning of a label in a file: the class, and whether the label's bytes can be trusted."""
 
 from __future__ import annotations
 
@@ -213,8 +213,9 @@ def test_make_records_of_validation_with_a_class_of_its_own(tmp_path, image, cap
 
 
 def test_the_label_of_kaggles_flowers(tmp_path, image):
-    """Its key is `class`, and it counts from 0; the usual keys take precedence, and a text under `class` is no
-    label."""
+    """The label of Kaggle's flowers has the key `class`, and counts from 0; the usual keys take precedence, and a text
+    under `class` is no label.
+    """
     keys = ("image", "class")
     for split, numbers in (("train", [1, 2, 3]), ("val", [3, 0])):
         path = tmp_path / split / f"00-224x224-{len(numbers)}.tfrec"
@@ -318,7 +319,7 @@ def test_a_class_name_may_hold_a_line_separator(tmp_path, image):
 @pytest.mark.parametrize("stored", ["records", "list", "folders", "tar", "tfrecord", "cifar"])
 @pytest.mark.parametrize("split", ["", "train"])
 def test_a_list_of_classes_above_the_data_is_a_neighbours(tmp_path, image, stored, split):
-    """It is not read, unless the data's folder has the name of a split."""
+    """A list of classes above the data is not read, unless the data's folder has the name of a split."""
     folder = tmp_path / "all" / "mine" / split
     folder.mkdir(parents=True)
     if stored == "records":

@@ -397,7 +397,7 @@ def test_blur_and_solarise_against_numpy(numbered):
 
 
 def test_interpolation_of_training_images(numbered):
-    """It may differ from validation's, or be drawn for each image."""
+    """The interpolation of training images may differ from that of validation, or be drawn for each image."""
     def pixels(split="train", **values):
         loader = open_loader(config(numbered, split=split, transform=ImageTransform(**values)))
         return np.concatenate([pixels for pixels, _ in epoch_of(loader)])

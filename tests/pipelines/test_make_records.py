@@ -336,7 +336,7 @@ def test_other_classes_are_not_mixed_in(tmp_path):
 
 @pytest.mark.parametrize("name", ["two\nlines", "a\ttab", " blank", "blank "])
 def test_a_class_that_a_line_cannot_hold_is_refused(tmp_path, name):
-    """Otherwise its records would have other classes than their folders."""
+    """If the class were accepted, its records would have other classes than their folders."""
     write_folder(tmp_path / "data" / "train", 4, 2, seed=1)
     (tmp_path / "data" / "train" / "c01").rename(tmp_path / "data" / "train" / name)
     with pytest.raises(DataError, match=r"classes\.txt: cannot hold the class name") as error:

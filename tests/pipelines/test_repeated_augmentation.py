@@ -136,7 +136,9 @@ def test_mistakes(images, options, sentence):
 
 
 def test_synthetic_images_have_no_copies():
-    """They have no other augmentation either; so a recipe's speed can be measured with all its options."""
+    """Synthetic images ignore repeated augmentation, like all other augmentations, so that a recipe's speed can be
+    measured with all its options.
+    """
     with loader("synthetic") as copied, loader("synthetic", repeated_augmentation=0) as plain:
         assert (next(iter(copied)).data.asnumpy() == next(iter(plain)).data.asnumpy()).all()
 

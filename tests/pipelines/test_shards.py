@@ -292,7 +292,7 @@ def test_mistakes_get_one_sentence(make_images, tmp_path, mistake):
 
 
 def test_compressed_tar(tmp_path):
-    """It is recognised whatever its name."""
+    """A compressed tar file is recognised under any name."""
     for name, compressed in (("train-0.tar.gz", gzip.compress(b"x")), ("train-0.tar", gzip.compress(b"x")),
                              ("train-0.tar", bz2.compress(b"x")), ("train-0.tar", lzma.compress(b"x"))):
         path = tmp_path / name

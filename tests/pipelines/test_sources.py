@@ -126,7 +126,9 @@ def test_links_to_class_folders_and_into_them_are_told(tmp_path):
 
 
 def test_hidden_folders_in_the_place_of_classes_are_told(tmp_path):
-    """They are reported together with hidden folders inside classes; none is a class."""
+    """Hidden folders beside the classes are reported together with hidden folders inside classes. No hidden folder is a
+    class.
+    """
     for name in (".tail", ".git", "c01/.cache"):
         write_folder(tmp_path / name, 1, 1, seed=1)
     write_folder(tmp_path, 4, 2, seed=1)

@@ -112,5 +112,5 @@ def test_generated_text_has_the_perplexity_that_it_says(seed: int) -> None:
     for word, following in itertools.pairwise(words):
         follow[word][following] += 1
     cost = -sum(count * math.log(count / counts.total()) for counts in follow.values() for count in counts.values())
-    # Its standard deviation is 0.0028 (150 seeds).
+    # The ratio has a standard deviation of 0.0028 (150 seeds).
     assert 0.985 < math.exp(cost / (len(words) - 1)) / floor < 1.015

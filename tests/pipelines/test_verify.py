@@ -83,7 +83,7 @@ def test_folders(tmp_path):
 
 @pytest.mark.parametrize("name", ["a\ttab.jpg", "two\nlines.jpg", "line\u2028separator.jpg", "carriage\rreturn.jpg"])
 def test_a_name_that_a_list_cannot_hold_is_refused(tmp_path, name):
-    """Its line would name a file that does not exist, and a good image would be lost."""
+    """The line in the list would name a file that does not exist, and a good image would be lost."""
     files = write_folder(tmp_path / "train", 4, 2, seed=2)
     files[0].rename(files[0].with_name(name))
     report = verify_split(str(tmp_path), "train")
@@ -114,8 +114,9 @@ def test_nothing_usable(tmp_path):
 
 
 def test_classes_of_which_nothing_is_left(tmp_path):
-    """They are named by their folders, or by their numbers if nothing else is known; also if only training loses
-    them."""
+    """Classes without a usable image are named by their folders, or by their numbers if nothing else is known; also if
+    only training loses them.
+    """
     files = write_folder(tmp_path / "train", 6, 3, seed=2)
     for file in files[2:4]:
         file.write_bytes(b"")

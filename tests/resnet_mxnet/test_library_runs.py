@@ -242,7 +242,7 @@ def test_values_are_those_of_the_command_line(options: type, given: dict[str, An
 
 
 def test_the_import_is_light() -> None:
-    """It imports no slow package, and no file of the user in place of ours."""
+    """The import of the library loads no slow package, and no file of the user in place of the library's files."""
     script = ("import sys, resnet_mxnet as rm; "
               "print({'numpy', 'mxnet', 'nvidia', 'rich', 'PIL', 'argparse'} & {*sys.modules}); "
               "print(rm.UserError.__mro__[1].__name__)")
@@ -281,7 +281,7 @@ def test_progress_bars_in_a_notebook(monkeypatch: pytest.MonkeyPatch, is_termina
 def test_a_run_with_a_plugin(
     plugin: Callable[..., Path], tiny_data: Path, light_training: None, tmp_path: Path
 ) -> None:
-    """Its network is loaded again from the run alone."""
+    """The run's network is loaded again from the run alone."""
     file = plugin("""
         import resnet_mxnet as rm
         from mxnet.gluon import nn

@@ -26,7 +26,7 @@ def test_the_notebook_has_no_outputs() -> None:
 
 @pytest.mark.long
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It shows the run with its curves, and predictions with their pictures."""
+    """The notebook shows the run with its curves, and predictions with their pictures."""
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))

@@ -167,7 +167,7 @@ def test_newest_and_best_are_kept(state, tmp_path):
 
 @pytest.mark.parametrize("is_best", [False, True])
 def test_a_folder_that_is_removed_while_a_checkpoint_is_written(is_best, state, tmp_path, monkeypatch):
-    """It is written again, and the other lost files are named."""
+    """The checkpoint is written again, and the other lost files are named."""
     folder = CheckpointFolder(tmp_path / "run", keep=2)
     folder.save(state, is_best=True)
     to_remove = [folder.path]
@@ -253,7 +253,9 @@ def test_find_without_checkpoint(tmp_path):
 
 
 def test_outcomes_lie_beside_the_weights_of_the_best(state, tmp_path, rng):
-    """They are read back unchanged, without the weights; a file of an earlier version, or a damaged one, has none."""
+    """Outcomes are read back unchanged, without the weights. A damaged file, or a file of an earlier version, has no
+    outcomes.
+    """
     probabilities, labels = rng.dirichlet(np.ones(11), 30), rng.integers(0, 11, 30)
     outcomes = Outcomes.of(probabilities, labels, range(30), spread(30, 5))
     assert saver.best_outcomes(tmp_path) is None

@@ -135,7 +135,7 @@ def test_what_cannot_be_decided_is_refused(tmp_path, image, capsys, train, val):
 
 
 def test_a_network_of_numbers(tmp_path):
-    """Its checkpoint records whether its labels counted from 1."""
+    """The network's checkpoint records whether the labels counted from 1."""
     assert match("DATA", plain("1", "3"), padded([], 3), NETWORK, False, first_labels=(0, 1)).labels == [0, 2]
     assert match("DATA", plain("0", "2"), padded([], 3), NETWORK, False, first_labels=(0, 1)).labels == [0, 2]
     assert match("DATA", padded([], 3), padded([], 3), NETWORK, True, first_labels=(1, 1)) == ([0, 1, 2], "")

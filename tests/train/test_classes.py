@@ -107,7 +107,7 @@ def reordered(tiny_data, tmp_path_factory):
 def test_a_run_goes_on_and_is_validated_with_classes_in_another_order(
     narrow_network, tiny_options, reordered, run_train, tmp_path
 ):
-    """Its weights, and their accuracy, equal those with data in the first order, to the bit."""
+    """The run's weights, and their accuracy, equal the results with data in the first order, to the bit."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run_train("--output", whole, *tiny_options)[0] == 0
     assert run_train("--output", parts, *tiny_options, "--max-steps", "4")[0] == 0

@@ -83,7 +83,7 @@ def test_accumulating_run(run_train, tiny_options, tmp_path):
 
 
 def test_no_step_is_longer_than_an_epoch(run_train, tiny_options, tmp_path):
-    """Otherwise its learning rate and images/sec would count images that it does not have."""
+    """Otherwise the step's learning rate and images/sec would count images that the step does not have."""
     options = [*tiny_options, "--validate-every", "0"]
     code, _, err = run_train("--output", tmp_path / "longer", *options, "--accumulate", "7")
     assert (code, err) == (2, "error: --accumulate 7 is more than the 6 batches of an epoch, but a step cannot span "
@@ -94,7 +94,7 @@ def test_no_step_is_longer_than_an_epoch(run_train, tiny_options, tmp_path):
 
 @pytest.mark.long
 def test_validation_is_prepared_before_the_first_step(run_train, tiny_options, tmp_path, monkeypatch):
-    """It is prepared for the validation image size, if there is one. Errors come before anything is written."""
+    """Validation is prepared for its image size, if it has one of its own. Errors come before anything is written."""
     asked: list[Any] = []
     prepare, train = MXNetExecutor.prepare_inference, MXNetExecutor.forward_backward
 
@@ -227,7 +227,7 @@ def test_damaged_images_are_counted_and_named(run_train, tiny_data, tiny_options
 @pytest.mark.long
 @pytest.mark.usefixtures("undrawn")
 def test_accuracy_on_the_training_images_is_called_so(run_train, tiny_data, tiny_options, tmp_path):
-    """For a folder without `val`, no text calls it validation; with `val` every text does."""
+    """For a folder without `val`, no text calls the evaluation validation; with `val` every text does."""
     for folder in ("train", "val"):
         shutil.copytree(tiny_data, tmp_path / "split" / folder)
     for file in (tmp_path / "split" / "val").glob("*/*"):  # other bytes: a run reports training images in validation
@@ -328,7 +328,9 @@ def test_the_collector_passes_over_what_a_run_is_made_of(command, run_train, tmp
 
 
 def test_standard_error_of_median(rng):
-    """For normal values it is 1.2533 sigma / sqrt(n); the mean of many estimates must be near it."""
+    """For normal values the standard error of the median is 1.2533 sigma / sqrt(n). The mean of many estimates must be
+    near this value.
+    """
     estimates = [standard_error_of_median(rng.normal(100, 2, 201)) for _ in range(300)]
     assert np.mean(estimates) == pytest.approx(1.2533 * 2 / np.sqrt(201), rel=0.1)
     assert standard_error_of_median([3.0]) == 0.0
@@ -355,9 +357,10 @@ def test_steps_are_written_down_before_they_are_committed(run_train, tiny_option
 
 @pytest.mark.long
 def test_metrics_are_received_a_step_late_and_none_is_lost(run_train, tiny_options, tmp_path, monkeypatch):
-    """They are requested after a step, and received after the next one was launched; immediately after a session's
+    """Metrics are requested after a step, and received after the next step was launched; immediately after a session's
     first step, at an epoch's end, at a checkpoint and at a limit. Every image of every step is in exactly one line,
-    also in a resumed run."""
+    also in a resumed run.
+    """
     happened: list[str] = []
     logged: list[tuple[int, float]] = []  # step, images
 

@@ -98,8 +98,9 @@ def test_a_network_remembers_where_labels_count_from(run_train, tiny_options, ti
 
 @pytest.mark.long
 def test_validation_names_classes_without_an_image(run_train, tiny_data, initial_weights, tmp_path):
-    """For a list: a class without images cannot be left out if another one follows. For a folder: it is empty, or does
-    not exist."""
+    """For a list: a class without images cannot be left out if another class follows. For a folder: the class's folder
+    is empty, or does not exist.
+    """
     options = ("--checkpoint", initial_weights, "--data", tmp_path, "--device", "cpu", "--num-threads", "1",
                "--val-image-size", "32")
     sentence = f"{tmp_path}: no image of these classes was validated on, so accuracy says nothing about them: "
@@ -231,7 +232,7 @@ def write_records(path, image, labels):
 
 @pytest.mark.parametrize("stored", ["records", "records and names", "tfrecord", "folders", "list"])
 def test_images_of_one_class_are_refused(tiny_data, tmp_path, stored):
-    """They are refused whatever number of classes the labels or a list allow."""
+    """Images of one class are refused for any number of classes that the labels or a list allow."""
     file = next(tiny_data.glob("*/*.jpg"))
     data, name = tmp_path / "data", "2"
     data.mkdir()

@@ -64,7 +64,7 @@ FFCV_88: dict[str, dict[str, Any]] = {
 
 
 def with_values(sources: dict[str, dict[str, Any]], **changed: Any) -> dict[str, dict[str, Any]]:
-    """The same sources with other values; a field that none of them has is added to the first."""
+    """The same sources with other values; a field that no source has is added to the first source."""
     first = next(iter(sources))
     found = {url: values | {name: changed.pop(name) for name in values.keys() & changed}
              for url, values in sources.items()}

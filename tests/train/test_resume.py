@@ -88,7 +88,9 @@ def test_sigterm(unbroken, tiny_options, tmp_path, run_train, monkeypatch, signa
 
 @pytest.mark.long
 def test_limits_that_are_not_reached_stay(unbroken, tiny_options, tmp_path, run_train, monkeypatch):
-    """So an interrupted run ends where an uninterrupted one does; a run that has reached its --max-steps continues."""
+    """An interrupted run ends at the same step as an uninterrupted run; a run that has reached its --max-steps
+    continues.
+    """
     step, folder = Trainer.step, tmp_path / "run"
 
     def signalled_step(self, batches):
@@ -306,7 +308,7 @@ def test_files_that_are_removed_in_mid_run(gone, named, unbroken, tiny_options, 
 ])
 def test_files_that_are_removed_while_the_report_is_written(gone, named, unbroken, tiny_options, tmp_path, run_train,
                                                             monkeypatch):
-    """All of them exist again, and the exit code shows the loss."""
+    """All removed files exist again, and the exit code shows the loss."""
     folder = tmp_path / "run"
 
     def rob(report_folder, record):
@@ -484,7 +486,9 @@ def test_in_mid_schedule_of_image_sizes_and_with_lars(tiny_options, tmp_path, ru
     ("rmsprop", ["mean_square", "momentum"]),
 ])  # fmt: skip
 def test_another_optimizer(optimizer, slots, tiny_options, tmp_path, run_train):
-    """It resumes to the same bits, with the number of its updates; but not from another optimizer's state."""
+    """A run with another optimizer resumes to the same bits, with the number of its updates, but not from the state of
+    another optimizer.
+    """
     options = [*tiny_options, "--optimizer", optimizer, "--ema-decay", "0.5", "--validate-every", "0"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     code, _, err = run_train("--output", whole, *options)

@@ -189,7 +189,9 @@ def test_a_checkpoint_is_reported_when_its_file_is_complete(tiny_options, tmp_pa
 
 
 def test_a_write_that_fails_ends_the_run_at_the_next_step(tiny_options, tmp_path, run_train, monkeypatch):
-    """With the sentence of the write, and with all steps logged; the run's earlier checkpoint resumes it."""
+    """The run ends with the error of the write, and with all steps logged. It can be resumed from its earlier
+    checkpoint.
+    """
     folder, do_step, save = tmp_path / "run", Trainer.step, CheckpointFolder.save
 
     def step(self, batches):
@@ -314,7 +316,7 @@ def test_a_best_checkpoint_that_a_kill_left_unreported(tiny_options, tmp_path, r
 
 
 def test_a_commit_waits_for_the_checkpoint_in_flight(tiny_options, tmp_path, run_train, monkeypatch):
-    """It may hold the accuracy of a best checkpoint, which must then be complete."""
+    """A commit may hold the accuracy of a best checkpoint, which must then be complete."""
     run, writing = Trainer.run, []
 
     def run_and_commit(self, recorder):

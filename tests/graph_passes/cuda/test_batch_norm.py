@@ -109,7 +109,9 @@ def test_statistics(device: Device, dtype: str, rows: int, channels: int) -> Non
 
 @pytest.mark.parametrize("blocks", [1, 24, 25, 216, 217, 300])
 def test_sums_by_many_blocks(device: Device, blocks: int) -> None:
-    """As many blocks as the last one reads at once, one more, and some without rows. The bits are equal every time."""
+    """As many blocks as the last block reads at once, one block more, and some blocks without rows. The bits are equal
+    every time.
+    """
     rows, channels = 1003, 72
     case = BatchNormCase(device, rows, channels, "float16", seed=blocks)
     dy = rounded(np.random.default_rng(blocks).normal(0.1, 1, (rows, channels)), "float16")

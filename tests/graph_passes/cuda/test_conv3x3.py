@@ -31,7 +31,7 @@ SHAPES = [(1, 56, 56), (3, 56, 56), (5, 13, 56), (2, 7, 9), (3, 12, 40), (5, 1, 
           (7, 28, 28), (2, 57, 80), (1, 9, 81), (2, 6, 180)]
 BLOCKS = [1, 3, 132]
 FEW = 1000  # pixels
-# With the sums of a BatchNorm there is no room for wider rows.
+# With the sums of a BatchNorm, shared memory has no room for wider rows.
 REDUCED = [shape for shape in SHAPES if shape[2] <= 64] + [(2, 7, 64)]
 
 

@@ -159,7 +159,7 @@ def test_dgrad_reduce_far_from_zero(device: Device, mean: float, stream: bool) -
     (False, 72, 20_003, 256), (False, 73, 20_003, 256), (False, 132, 130, 136), (True, 45, 20_003, 256),
     (True, 46, 20_003, 136)])
 def test_dgrad_reduce_by_many_blocks(device: Device, stream: bool, blocks: int, rows: int, columns: int) -> None:
-    """As many blocks as the last one reads at once, one more, and some without rows."""
+    """As many blocks as the last block reads at once, one block more, and some blocks without rows."""
     DgradCase(device, "float16", 64, rows, columns, True, False, False, blocks=blocks).check(stream)
 
 

@@ -142,7 +142,7 @@ SHAPE, WEIGHT = (2, 9, 7, 24), (24, 3, 3, 1)
 CASES = (*OPERATORS, ("DepthwiseStatistics", attributes(3, 1, "same", 24) | {"no_bias": True}, SHAPE, WEIGHT),
          ("reverse", {"axis": (1, 2)}, SHAPE),
          ("DepthwiseWgrad", attributes(3, 1, "same", 24) | {"no_bias": True}, SHAPE, SHAPE))
-# In kernels of ours: what is changed in which file, and an operator that shows it.
+# Mutations of single kernels: name -> (file, text, replacement, an operator that shows the change).
 MUTATIONS = {
     "sums are read too early": ("common.cuh", "of_warp[warp] = v;\n    __syncthreads();", "of_warp[warp] = v;", "races",
                                 "SumTo"),
@@ -207,9 +207,10 @@ def test_a_network_of_plain_kernels(name: str, tmp_path: Path, monkeypatch: pyte
     check_network(tmp_path, NETWORKS[name], (3, 11, 9, channels), 5, "float16")
 
 
-# What is changed in which file, in a step of which network, and how the test of that network sees it.
+# Mutations seen in whole steps: name -> (file, text, replacement, network, words of the error in the network's test).
 OF_NETWORKS = {
-    # It does not reach the results of this step, only the padding of weights, and so the results of the next step.
+    # This mutation does not reach the results of this step, only the padding of weights, and so the results of the next
+    # step.
     "padding is not zero": ("channels.cu", "V v = {};", "V v = from[0];", "hidden layers", "the padding of hidden"),
     "a row of a gradient is left out": ("scale_channels.cu", "blockIdx.y * REDUCE_ROWS + threadIdx.y",
                                         "blockIdx.y * REDUCE_ROWS + threadIdx.y + 1", "LayerNorm and GELU",

@@ -168,7 +168,7 @@ def test_a_plan_from_the_disk_runs_as_the_built_one(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("tf32, wanted", [(False, "engine 3"), (True, "engine 2")])
 def test_an_engine_that_is_not_exact_is_left_out_where_float32_is_meant(
         monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tf32: bool, wanted: str) -> None:
-    """It is left out even if an older version has chosen and stored it."""
+    """An inexact engine is left out even if an older version has chosen and stored it."""
     cudnn = FakeCudnn(monkeypatch)
     cudnn.item_bytes = 4
     exact = dataclasses.replace(PROBLEM, dtype="float32")
@@ -216,8 +216,9 @@ def test_the_first_plan_is_taken_where_runs_are_to_be_repeatable(monkeypatch: py
 ])
 def test_plans_that_round_otherwise_are_not_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, note: str,
                                                   dtype: str, tf32: bool, deterministic: bool, taken: bool) -> None:
-    """These are plans that sum in less than fp32, transform tensors, or use TF32 where it is not requested. The notes
-    of a plan can be listed."""
+    """Plans are refused that sum in less than fp32, transform tensors, or use TF32 without being asked. The notes of a
+    plan can be listed.
+    """
     cudnn = FakeCudnn(monkeypatch)
     best = 1 if deterministic else 2  # the first, or the fastest
     cudnn.notes = {best: note}

@@ -95,8 +95,9 @@ def test_no_sum_is_read_before_it_is_shared(depth: int, batch_norms: int, projec
 
 @pytest.mark.long
 def test_members_exchange_in_one_order_whatever_they_have_chosen() -> None:
-    """Each member times its own candidates. A different choice must not make it wait for other sums than its peers
-    send."""
+    """Each member times its own candidates. A different choice must not make a member wait for sums that its peers do
+    not send.
+    """
     orders = []
     for options in ({"fused": True}, {"fused": False}, {"fused": True, "deterministic": True}):
         lowering, store = lower(50, 4, 64, training=True, group=FAKE_GROUP, **options)  # type: ignore[arg-type]

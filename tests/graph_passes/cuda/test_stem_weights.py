@@ -70,7 +70,7 @@ def _winners(random: np.random.Generator, out: tuple[int, ...], pooled: tuple[in
 
 @pytest.mark.parametrize("width, stages", [(224, 3), (256, 3), (96, 7), (340, 2), (500, 1)])
 def test_stages(width: int, stages: int) -> None:
-    """As many items as fit; with a single one nothing could be loaded ahead."""
+    """As many stages as fit into shared memory; with a single stage no item could be loaded ahead."""
     way = StemWeights((256, width // 2, width // 2, 64), 132)
     assert way.layout.stages == stages and way.fits == (stages > 1)
     assert way.grid == (132, 1, 1) and way.items == 256 * -(-(width // 2) // 2)

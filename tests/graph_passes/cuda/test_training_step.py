@@ -279,8 +279,9 @@ def test_every_tensor_of_a_network_that_drops_follows_from_its_inputs(cache: Pat
 @pytest.mark.parametrize("name, dtype", [*itertools.product(("resnet18", "resnet50"), ("float16", "bfloat16"))])
 def test_every_tensor_with_the_newest_kernels_follows_from_its_inputs(cache: Path, monkeypatch: pytest.MonkeyPatch,
                                                                      name: str, dtype: str) -> None:
-    """Each operator is applied to the device's own inputs, with all `NEWEST` kernels that can replace others here,
-    whether they are faster or not."""
+    """Each operator is applied to the device's own inputs, with all `NEWEST` kernels that can replace other kernels
+    here, even if they are slower.
+    """
     # NormBackwardReduce would leave no place in stage 2 for NormDgrad.
     price = preferring(refusing(fewest, "NormBackward", "NormBackwardReduce"), *NEWEST)
     monkeypatch.setattr(prices, "deterministic", price)

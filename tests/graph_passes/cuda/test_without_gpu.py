@@ -221,8 +221,10 @@ def test_deterministic_runs_take_what_sums_in_a_fixed_order() -> None:
 @pytest.mark.parametrize("capability, shared_kib", [((7, 5), 64), ((8, 0), 163), ((8, 6), 99), ((8, 9), 99),
                                                     ((9, 0), 227), ((10, 0), 227), ((12, 0), 99)])
 def test_what_a_gpu_cannot_take_is_not_taken(capability: tuple[int, int], shared_kib: int) -> None:
-    """Neither older nor newer GPUs have Hopper's instructions; the oldest lack those of the stem's kernels, too. There
-    the step is lowered without them. test_compile.py compiles the remaining kernels for each of these GPUs."""
+    """Neither older nor newer GPUs have Hopper's instructions; the oldest lack those of the stem's kernels, too. On
+    these GPUs the step is lowered without Hopper's kernels. test_compile.py compiles the remaining kernels for each of
+    these GPUs.
+    """
     lowering, _ = lower(50, 4, 224, training=True, fused=True, capability=capability, shared_kib=shared_kib)
     operations = {launch.operation for launch in lowering.program.launches}
     hopper, stem = {"dgrad_reduce", "norm_backward"}, {"stem_fprop", "stem_wgrad"}
@@ -505,7 +507,7 @@ def test_a_grid_without_blocks_is_no_launch() -> None:
 
 
 def test_launches_of_our_own_kernels() -> None:
-    """They are used on Hopper GPUs, and not on a GPU that lacks their instructions."""
+    """Kernels for Hopper are used on Hopper GPUs, and not on a GPU that lacks their instructions."""
     graph, shapes = Graph.from_json(resnet(50, 1000).tojson()), {"data": (16, 224, 224, 3), "softmax_label": (16,)}
     folded = passes.fold_bn(pipeline.run(pipeline.FUSED, graph))
     sums = 3  # inference: in the first block of stages 1 to 3; in stage 4 the weights are too large for a block
@@ -702,7 +704,7 @@ def test_refusals_name_the_node() -> None:
 
 
 def test_networks_of_the_zoo(tmp_path: Path) -> None:
-    """Each is lowered, or refused in a sentence that names one of its operators."""
+    """Each network is lowered, or refused in a sentence that names one of the network's operators."""
     refusals = {
         "resnet18_v1": "",
         "resnet50_v1": "",

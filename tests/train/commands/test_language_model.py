@@ -31,7 +31,8 @@ Train = Callable[..., tuple[int, str, str]]
 
 
 def test_it_shares_the_options_of_training() -> None:
-    """Each has one help text. Some have other defaults, and the learning rate has another unit."""
+    """Each shared option has one help text. Some options have other defaults, and the learning rate has another unit.
+    """
     own, training = (command_line._help_texts(options) for options in (LanguageModelOptions, Config))
     assert [name for name in own.keys() & training.keys() if own[name] != training[name]] == ["learning_rate"]
     here = command_line._field_docstrings(inspect.getfile(LanguageModelOptions))["LanguageModelOptions"]

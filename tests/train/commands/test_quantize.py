@@ -224,7 +224,7 @@ def test_weights_that_are_no_numbers_are_refused(run_folder: Path, trained: Chec
 
 def test_a_batch_has_no_more_images_than_are_asked_for(run_folder: Path, run_train: RunTrain,
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    """All images of a batch are computed, so a batch has no superfluous ones."""
+    """All images of a batch are computed, so a batch has no superfluous images."""
     sizes, of_tensors = [], quantize._Tensors
     monkeypatch.setattr(quantize, "_Tensors", lambda graph, trained, config: sizes.append(config.batch_size)
                         or of_tensors(graph, trained, config))

@@ -145,7 +145,7 @@ def test_plugins_in_a_grid(plugin, tmp_path):
 
 
 def test_the_page_on_runs(tmp_path):
-    """Its commands are valid, and its grid is a grid."""
+    """The commands on the page are valid, and its grid file is a valid grid."""
     pytest.importorskip("tomllib", reason="Python 3.10 has none")
     page = (Path(__file__).parents[3] / "docs" / "runs.md").read_text()
     commands = re.findall(r"^    python -m train (.*)$", page, re.MULTILINE)

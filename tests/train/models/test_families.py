@@ -1,4 +1,5 @@
-"""Each family trains on a CPU by the command, with what its networks have beside residual blocks."""
+"""Each family trains on a CPU by the command, with all kinds of layers that its networks have besides residual blocks.
+"""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_torchvision_s_names(name: str) -> None:
 
 
 def test_names_in_torchvision_s_files_of_densenet() -> None:
-    """Its program renames them: norm.1 becomes norm1."""
+    """torchvision renames the layers when it reads the file: norm.1 becomes norm1."""
     program, files, _ = models.published("densenet121")
     assert files.layers["stage1_conv3"] == "features.denseblock1.denselayer2.conv.2"
     assert {re.sub(r"(denselayer\d+\.\w+)\.(\d)", r"\1\2", theirs) for theirs in files.layers.values()} == {
@@ -219,7 +219,7 @@ def test_same_by_the_oracle(name: str, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("name", ["squeezenet1_1", *(pytest.param(name, marks=pytest.mark.long) for name in (
     "mobilenet_v2_0_25", "resnet50_v1", "densenet121", "vgg11_bn", "inception_v3"))])
 def test_files_of_gluon_load_unchanged(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
-    """Those of save_parameters and of export, with any number of networks made before."""
+    """Files of save_parameters and of export load, with any number of networks made before."""
     by_gluon(name)  # the next one has another prefix
     size = models.image_size(name)
     net = with_values(by_gluon(name), size, rng)

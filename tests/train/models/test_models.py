@@ -64,7 +64,9 @@ def test_branches_end_in_the_last_batch_norm(name):
 
 @pytest.mark.parametrize("name", [name for name in RESIDUAL if name not in models.FAMILIES["resnext"]])
 def test_the_first_width_is_read_when_a_network_is_made(name, monkeypatch):
-    """Not when its file is imported: otherwise the order of imports would determine the width."""
+    """The first width is not read when the network's file is imported: otherwise the order of imports would determine
+    the width.
+    """
     def weights():
         shapes = models.create(name).graph.infer_shapes({"data": (1, 64, 64, 3), "softmax_label": (1,)})
         return {node: shapes[Ref(node)] for node in (f"stage1_block1_conv{n}_weight" for n in (1, 2))}

@@ -145,7 +145,9 @@ def test_the_whole_way(run_train: Run, tiny_options: list[str], tiny_data: Path,
 
 def test_a_file_that_has_gone(run_train: Run, tiny_options: list[str], tmp_path: Path, rng: np.random.Generator
                               ) -> None:
-    """Its copy is in the run; without that the file is named. Data need nobody's trust, as code would."""
+    """The run has a copy of the file; if the copy is missing too, the message names the file. Data, unlike code, need
+    not be trusted by the user.
+    """
     saved(module(), tmp_path, rng, (1, 3, SIZE, SIZE))
     symbol, run = tmp_path / "net-symbol.json", tmp_path / "run"
     at = tiny_options.index("--model")

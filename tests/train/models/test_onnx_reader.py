@@ -77,7 +77,9 @@ def by_us(file: Path, content: bytes, images_nhwc: np.ndarray, executor: str = "
 
 def assert_same(file: Path, content: bytes, rng: np.random.Generator, executor: str = "mxnet", size: int = SIZE
                 ) -> None:
-    """Both in float32: 1e-5 is far above the effect of other orders of sums, and far below that of a wrong operator."""
+    """Both in float32: 1e-5 is far above the effect of other orders of sums, and far below the effect of a wrong
+    operator.
+    """
     images = rng.standard_normal((2, size, size, 3), np.float32)
     wanted = by_onnx_runtime(content, np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
     assert np.ptp(wanted) > 0.05
@@ -104,7 +106,7 @@ def one(op: str, **attributes: Any) -> Case:
 
 
 def gelu(order: str) -> Case:
-    """As exporters write it: the order of the last products, of x, of 1 + erf and of 0.5."""
+    """GELU in the form of exporters. `order`: the order of the last factors x, 1 + erf and 0.5."""
     def case(rng: np.random.Generator) -> tuple[Nodes, dict[str, np.ndarray]]:
         start = [node("Div", "x root", "scaled"), node("Erf", "scaled", "erf"), node("Add", "erf one", "sum")]
         last = {
@@ -189,7 +191,7 @@ def test_operators_by_the_oracle(name: str, tmp_path: Path, rng: np.random.Gener
 
 
 def test_older_and_newer_opsets(tmp_path: Path, rng: np.random.Generator) -> None:
-    """What is an input in one is an attribute in the other."""
+    """An input in newer opsets may be an attribute in older opsets."""
     older = [node("Clip", "x", "clipped", min=-0.3, max=0.8), node("Dropout", "clipped", "dropped", ratio=0.2),
              node("Slice", "dropped", "y", starts=[1], ends=[4], axes=[1])]
     assert_same(tmp_path / "older.onnx", around(older, {}, rng, channels=3, opset=9), rng)
@@ -383,7 +385,7 @@ def test_damaged_files(tmp_path: Path, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("name", ["mobilenet_v2_0_25", *(pytest.param(name, marks=pytest.mark.long) for name in (
     "resnet50_v1", "densenet121", "squeezenet1_1", "resnet18"))])
 def test_our_own_exports(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
-    """They are read as the network that they were, with its BatchNorms; and as the network of any ONNX file."""
+    """Our own exports are read as the exported network, with its BatchNorms; and as the network of any ONNX file."""
     params, aux = models.create(name, CLASSES).initial_values(seed=int(rng.integers(1000)), zero_init_residual=False)
     for each, array in (*params.items(), *aux.items()):
         if array.ndim == 1:

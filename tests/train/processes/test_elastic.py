@@ -92,8 +92,10 @@ def test_elastic_run_loses_a_process_and_gets_one(start, on_gpu, processes, rng,
     ("first steps", "from where the run began: nothing it trained was committed yet (--commit-every)"),
 ])
 def test_loss_at_start_up(place, where):
-    """One of three processes is killed before it has joined the others, while they connect, before the first commit, or
-    after the first one. The others continue without it, and do not wait for Gloo's time-out."""
+    """One of three processes is killed before it has joined the others, while the processes connect, before the first
+    commit, or after the first commit. The other processes continue without the killed process, and do not wait for
+    Gloo's time-out.
+    """
     script = f"""
         import os, signal, sys
         from train.processes import elastic

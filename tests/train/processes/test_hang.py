@@ -62,7 +62,7 @@ def test_who_is_behind_hangs(clocked):
 
 
 def test_who_waits_does_not_hang(clocked):
-    """Only process 1 is behind, and it shows signs of life: the others wait for it as long as it takes."""
+    """Only process 1 is behind, and it shows signs of life: the other processes wait without a limit."""
     for number, collectives in enumerate((8, 7, 9)):
         clocked.records[number].collectives = collectives
     assert clocked.after(500, 1) is None
@@ -283,8 +283,9 @@ def test_elastic_run_goes_on_without_a_blocked_process(tiny_options, tmp_path, m
 @needs_horovod
 @pytest.mark.parametrize("min_np", [0, 1])
 def test_gpu_that_hangs(tiny_options, tmp_path, min_np):
-    """One of two GPUs never finishes a pass, and both hosts wait for the next one. (Simulated by a host function in its
-    stream that does not return, which looks to the stream like a kernel that hangs.)"""
+    """One of two GPUs never finishes a pass, and both hosts wait for the next pass. (Simulated by a host function in
+    its stream that does not return, which looks to the stream like a kernel that hangs.)
+    """
     if len(find_gpus()) < 2:
         pytest.skip(f"2 GPUs are needed, {len(find_gpus())} are there")
     script = """

@@ -98,7 +98,7 @@ def test_they_are_kept_in_a_file(shown: Predictions, tmp_path: Path) -> None:
 
 
 def test_the_picture_frames_what_is_wrong(shown: Predictions) -> None:
-    """Each image has a bar and a name in the colour of right or wrong; only wrong ones have a frame."""
+    """Each image has a bar and a name in the colour of right or wrong; only images with a wrong guess have a frame."""
     theme, sheet = plots.LIGHT, np.asarray(Image.open(io.BytesIO(plots.predictions(shown))))
     assert sheet.shape[1] == 1152
     cell, height = plots._CELL, (sheet.shape[0] - plots._TOP) // 2

@@ -236,7 +236,7 @@ def test_dark_plots_are_light_ones_in_other_colours(record: RunRecord, rng: np.r
 
 
 def test_all_formats_of_a_plot_have_one_layout(record: RunRecord) -> None:
-    """So its bytes do not depend on which format is drawn first."""
+    """The bytes of a plot do not depend on which format is drawn first."""
     one, other = plots.accuracy(record, plots.LIGHT), plots.accuracy(record, plots.LIGHT)
     assert (one.png, one.svg) == (other.svg, other.png)[::-1]
 
@@ -262,7 +262,7 @@ def test_images_per_step_of_all_sessions(sessions: list[int], words: str, record
 
 @pytest.mark.usefixtures("undrawn")
 def test_skipped_images_stand_at_its_head(record: RunRecord, tmp_path: Path) -> None:
-    """Each once, although a resumed run may report one again."""
+    """Each skipped image is named once, although a resumed run may report an image again."""
     text = report.write_report(tmp_path, record).read_text()
     assert "1 image was skipped, which cannot be decoded (see the events): a.JPEG\n" in text
     record.events += [{"event": "bad_image", "time": 2.0, "file": f"{name}.png", "reason": "x"} for name in "bcdb"]

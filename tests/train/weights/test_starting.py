@@ -173,7 +173,7 @@ def test_mistakes_leave_nothing(options, words, run_train, tiny_options, tiny_da
 
 @pytest.mark.long
 def test_validate_and_predict_with_a_file(run_train, trained, published, tiny_data):
-    """As with the run from which it was exported; remarks go to stderr."""
+    """Results equal those of the run from which the file was exported; remarks go to stderr."""
     options = ("--data", tiny_data, "--device", "cpu", "--num-threads", "1", "--batch-size", "9")
     lines = {}
     for place in (trained, published):

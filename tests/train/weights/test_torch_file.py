@@ -128,7 +128,7 @@ def sentence(path: Path) -> str:
 
 
 class Command:
-    """Its pickle is a call: pickle.load of such a file creates `victim`."""
+    """An object whose pickle is a call: pickle.load of a file with this object creates `victim`."""
 
     def __init__(self, *call: object) -> None:
         self.call = call

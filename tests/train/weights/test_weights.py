@@ -104,7 +104,7 @@ OF_FAMILIES = ("efficientnet_b0", "tf_efficientnet_lite0", "efficientnet_v2_s", 
 @pytest.mark.long(but=["tf_efficientnet_lite0", "mobilenet_v2", "mobilenetv3_small_100", "seresnet50"])
 @pytest.mark.parametrize("model", OF_FAMILIES)
 def test_names_of_every_library_are_read_again(model, tmp_path, rng):
-    """To the bit, with the images that the library has, where it says nothing else."""
+    """Names are read back to the bit, with the library's preparation of images unless the file states another."""
     made = random_network(model, 5, rng)
     for number, names in enumerate(models.published(model)):
         file = tmp_path / f"{number}.pth"
@@ -401,8 +401,9 @@ def test_own_parameter_files(layout, tmp_path, rng):
 @pytest.mark.long(but=["resnet18"])
 @pytest.mark.parametrize("model", ["resnet18", "resnet50d", "resnet18_v2"])
 def test_own_onnx_files(model, tmp_path, rng):
-    """They contain folded BatchNorms: when these are restored, the network computes the same, with the original gamma
-    and beta."""
+    """Our ONNX files contain folded BatchNorms. When these are restored, the network gives equal results, with the
+    original gamma and beta.
+    """
     pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
     trained = random_network(model, 3, rng)

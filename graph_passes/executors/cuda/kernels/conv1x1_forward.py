@@ -46,7 +46,7 @@ AFFINE_BYTES = Declarations("norm_stream.cuh").sizeof("Affine")  # a chunk's sca
 
 
 def is_product(convolution: Node, stride: tuple[int, int] = (1, 1)) -> bool:
-    """Whether the convolution (or the one whose gradient this node is) is a matrix product in a 16-bit type."""
+    """Whether the convolution (or the convolution whose gradient this node is) is a matrix product in a 16-bit type."""
     return (window(convolution) == ((1, 1), stride, (0, 0), (1, 1)) and convolution["layout"] == "NHWC"
             and convolution["num_group"] == 1 and convolution.attrs.get("dtype") in ("float16", "bfloat16"))
 

@@ -56,8 +56,9 @@ CONTROL_BYTES = _CUDA.sizeof("Control")
 
 
 def is_3x3(convolution: Node) -> bool:
-    """Whether the convolution (or the one whose gradient this node is) is 3x3 with stride and padding 1 in a 16-bit
-    type."""
+    """Whether the convolution (or the convolution whose gradient this node is) is 3x3 with stride and padding 1 in a
+    16-bit type.
+    """
     return (window(convolution) == ((3, 3), (1, 1), (1, 1), (1, 1)) and convolution["layout"] == "NHWC"
             and convolution["num_group"] == 1 and convolution.attrs.get("dtype") in ("float16", "bfloat16"))
 

@@ -49,8 +49,9 @@ def emulate_builders(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class CheckedBuilder(Builder):
-    """Each launch of a kernel may access its operands alone, and write only what is said to be written. What it writes
-    in the arena is NaN before."""
+    """Checks that each launch accesses only its operands, and writes only operands declared as written. Before a
+    launch, its outputs in the arena are filled with NaN.
+    """
 
     def launch(self, node: Node, source: str, kernel: str, grid: Size, block: Size, *operands: Any,
                shared_bytes: int = 0, flops: int = 0) -> None:
@@ -128,7 +129,7 @@ class NumpyConvolutions:
 
 
 class EvenPlanner:
-    """Each problem that can be emulated takes as long as any other, so the fewest nodes are chosen."""
+    """A planner that gives equal times to all problems that can be emulated, so that the fewest nodes are chosen."""
 
     deterministic = False
 
