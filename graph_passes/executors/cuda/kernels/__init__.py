@@ -2,11 +2,7 @@
 
 A file may define three names. They are collected here, so no list of kernels is needed:
 
-<<<<<<< HEAD
-    OPERATORS   the operator that the kernel computes (`operators/base.py`); norm_dgrad has NormDgrad
-=======
     OPERATORS   the operator of the kernel (`operators/base.py`), named like the kernel: norm_dgrad -> NormDgrad
->>>>>>> english-code
     RULES       the rules by which it replaces other operators: (operator at which the search begins, rule)
     LAUNCHES    operator -> function of a `Builder` and a node that emits the launches
 
