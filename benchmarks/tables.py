@@ -74,7 +74,7 @@ class Row(NamedTuple):
 
 README_ROWS = (
     Row("training step, synthetic data", MAIN),
-    Row("the same in bf16", "resnet50_bf16_b256_synthetic_1gpu"),
+    Row("training step in bf16, synthetic data", "resnet50_bf16_b256_synthetic_1gpu"),
     Row("batch 128", "resnet50_fp16_b128_synthetic_1gpu"),
     Row("batch 64", "resnet50_fp16_b64_synthetic_1gpu"),
     Row("training from ImageNet JPEGs, 16 CPU cores", "resnet50_fp16_b256_jpeg_1gpu"),

@@ -63,7 +63,7 @@ def test_changed_zip_of_a_checkpoint(tmp_path, damage):
     params, aux = models.create("resnet18", 3).initial_values(0)
     checkpoint.save(Checkpoint(params, aux, {}, Config(model="resnet18"), list("abc")), path)
     damage(path)
-    with pytest.raises(TrainError, match=r"step-00000001.npz is not a complete checkpoint \(.+\); use another one"):
+    with pytest.raises(TrainError, match=r"step-00000001.npz is not a complete checkpoint \(.+\); use another c"):
         checkpoint.load(path)
 
 

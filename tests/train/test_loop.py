@@ -87,7 +87,7 @@ def test_no_step_is_longer_than_an_epoch(run_train, tiny_options, tmp_path):
     options = [*tiny_options, "--validate-every", "0"]
     code, _, err = run_train("--output", tmp_path / "longer", *options, "--accumulate", "7")
     assert (code, err) == (2, "error: --accumulate 7 is more than the 6 batches of an epoch, but a step cannot span "
-                              "epochs: lower it\n")
+                              "epochs: lower --accumulate\n")
     code, _, err = run_train("--output", tmp_path / "whole", *options, "--accumulate", "6")
     assert code == 0, err
 

@@ -95,4 +95,4 @@ def test_files_of_a_batch(trainer: Trainer) -> None:
     page = (ROOT / "docs/extending.md").read_text().partition("## Which files does a batch go through?")[2]
     listed = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
     assert sorted(listed) == sorted(ours - BESIDE | FAKED)
-    assert page.strip().startswith(f"{len(listed)}, in every step")
+    assert page.strip().startswith(f"In every step on a GPU, a batch goes through {len(listed)} files.")
