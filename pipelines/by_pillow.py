@@ -90,8 +90,9 @@ def _of_jpeg(read: Read) -> str:
 
 
 def _of_webp(read: Read) -> str:
-    """nvImageCodec ignores the padding byte after a chunk of odd size, so it does not find EXIF data behind a chunk of
-    this kind.
+    """The reason for a WebP file with EXIF data behind a chunk of odd size.
+
+    nvImageCodec ignores the padding byte after this chunk, and so does not find the EXIF data.
     """
     at, is_odd = 12, False
     for _ in range(_MOST_SEGMENTS):
