@@ -157,7 +157,7 @@ def configure(values: Mapping[str, Any], default: Config) -> Config:
     for name in ("random_area", "random_ratio"):
         if name in values and config.crop_padding:
             raise TrainError(f"{option_name(name)} {shown(values[name])} is for crops of a random area, and "
-                             f"--crop-padding {config.crop_padding} takes fixed-size ones: leave it out, or give "
+                             f"--crop-padding {config.crop_padding} takes crops of a fixed size: leave it out, or give "
                              "--crop-padding 0")
     given = values.keys()  # a resumed run is not checked for options that it already had
     if (not given.isdisjoint(("schedule", "decay_epochs", "epochs")) and config.schedule == "step"

@@ -180,8 +180,8 @@ def has_label_sets(data: str | Path) -> bool:
 def check_label_set(data: str | Path, format: str, labels: Labels) -> None:
     """Raise DataError if --labels is given for data with a single label for each image."""
     if labels != AUTO and format not in _WITH_LABEL_SETS:
-        raise DataError(f"{data}: has one label for each image, and --labels {labels} chooses between the two labels in "
-                        "CIFAR-100's own files: leave out --labels")
+        raise DataError(f"{data}: has one label for each image, and --labels {labels} chooses between the two labels "
+                        "in CIFAR-100's own files: leave out --labels")
 
 
 def splits_of(data: str | Path) -> list[str]:

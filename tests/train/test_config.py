@@ -133,7 +133,7 @@ MISTAKES = {
     "--random-area 0.00001 0.00001": "--random-area 1e-05 1e-05 must be two fractions from 0.001 on",
     "--random-ratio 0.75 1e6": "--random-ratio 0.75 1000000.0 must be two numbers from 0.01 to 100",
     "--crop-padding 4 --random-area 0.5 1":
-        "--random-area 0.5 1.0 is for crops of a random area, and --crop-padding 4 takes fixed-size ones: leave",
+        "--random-area 0.5 1.0 is for crops of a random area, and --crop-padding 4 takes crops of a fixed size: leave",
     "--config cifar10_resnet18 --random-ratio 1 1": "--random-ratio 1.0 1.0 is for crops of a random area, and --crop-",
     "--randaugment-magnitude 5":
         "--randaugment-magnitude is for --auto-augment randaugment or randaugment-timm, and this run has none: leave",

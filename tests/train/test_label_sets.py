@@ -73,4 +73,4 @@ def test_fine_labels_are_the_default_and_written_down(run_train, tiny_options, t
 def test_labels_are_refused_for_data_that_have_one(run_train, tiny_options, tiny_data, tmp_path):
     code, _, err = run_train("--output", tmp_path / "run", *tiny_options, "--labels", "fine")
     assert code == 2 and err.endswith(f"error: {tiny_data}: has one label for each image, and --labels fine chooses "
-                                      "between the two of CIFAR-100's own files: leave it out\n")
+                                      "between the two labels in CIFAR-100's own files: leave out --labels\n")

@@ -150,7 +150,7 @@ def _chosen(path: Path, fitting: Sequence[_Candidate], name: str) -> _Candidate:
     differing = list(dict.fromkeys(candidate.model for candidate in fitting))
     if not called and len(differing) > 1:
         raise TrainError(f"{path} may be a {' or a '.join(differing)}, which have equal arrays but compute something "
-                         f"else: say which in {path.with_suffix('.json').name} beside it, such as "
+                         f"else: name the network in {path.with_suffix('.json').name} beside it, such as "
                          f'{{"architecture": "{differing[0]}"}}')
     return (called or fitting)[0]
 
@@ -166,7 +166,10 @@ def _candidates(first: str, beside: str, arrays: Mapping[str, np.ndarray]) -> It
     shares = {model: max(len(layers & names) / len(layers | names) for each in found for names in each.layer_names)
               for model, found in forms.items() if found}
     most = max(shares.values(), default=0.0)
-    closest = [model for model in forms if shares.get(model, most) == most]  # a plug-in's layers are not known yet
+    # A plug-in's layers are not known yet. Where no layer is known, one network stands for all: making all takes long.
+    closest = [model for model in forms if shares.get(model, most) == most]
+    if not most:
+        closest = [model for model in closest if model not in shares] or closest[:1]
     for model in sorted(closest, key=lambda name: name != first):
         network = models.create(model)
         if not models.image_size(model) and network.has_one_size:

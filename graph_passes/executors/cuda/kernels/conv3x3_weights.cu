@@ -28,8 +28,8 @@ struct Ring { int rows, repeated, pitch; };
 // parts[blockIdx.x] = the part of dw from the rows of the blocks with this blockIdx.x. A block works on consecutive
 // rows of the padded images. A padded image has H + 1 rows; the last row is zeros; `padded_rows` leaves out the zeros
 // of the last image. One warp loads x and one loads dy. For each kernel row, a team of four warps multiplies. The
-// tensor maps of x and dy are (N*H, W, C) and (N*H, W, K), in tiles of one row of W + 1 pixels and 64 channels. Shapes:
-// parts (gridDim.x, K, 3, 3, C) fp32. C and K are multiples of 64, gridDim.y = K / 64 * C / 64.
+// tensor maps of x and dy are (N*H, W, C) and (N*H, W, K), in tiles of one row of W + 1 pixels and 64 channels.
+// Shapes: parts (gridDim.x, K, 3, 3, C) fp32. C and K are multiples of 64, gridDim.y = K / 64 * C / 64.
 template <class T>
 __global__ void __launch_bounds__(THREADS, 1)
 conv3x3_weights(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap dy, float *parts, int height,
