@@ -160,7 +160,7 @@ class PillowImages:
         self._files[i] = path
 
     def feed(self, i: int, feeds: str) -> np.ndarray:
-        """The input of the DALI graph for image `i`, in the form of Source.feed: the PNG's "bytes" or its path ("paths")."""
+        """The graph's input for image `i`, in the form of Source.feed: the PNG's "bytes" or its path ("paths")."""
         path = self._files[i]
         return np.frombuffer(os.fsencode(path), np.uint8) if feeds == "paths" else np.fromfile(path, np.uint8)
 
