@@ -1,7 +1,7 @@
 """Parses the command lines of all programs: typed declarations of options, one-sentence errors, exit codes.
 
 A dataclass declares what a command takes: its fields are the options, with their types and defaults, and its docstrings
-are the help texts. `given` parses a command line by that declaration. A `Command` names a function, which is imported
+are the help texts. `given` parses a command line by this dataclass. A `Command` names a function, which is imported
 and run after parsing. `exit_code_of` runs a whole program.
 """
 

@@ -77,7 +77,7 @@ _lock = threading.RLock()
 _data_formats: dict[str, _DataFormat] = {}  # by the suffix of a file name
 
 
-# --- what is registered ---
+# --- registration ---
 
 
 def register(kind: str, name: str, made: Any, key: str = "", data_file: str = "") -> None:

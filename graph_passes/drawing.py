@@ -98,7 +98,7 @@ def draw_svg(graph: Graph, title: str, shapes: Mapping[Ref, Shape] | None = None
     ])
 
 
-# --- where everything goes ---
+# --- positions ---
 
 
 def _place(names: list[str], reads: dict[str, list[str]], graph: Graph) -> _Placed:
@@ -177,7 +177,7 @@ def _strip_width(placed: _Placed, strip: range) -> float:
     return _BOX_WIDTH + max([_lane_offset(max(boxes)), *(_lane_offset(lane) - _BOX_WIDTH / 2 for lane in lines)])
 
 
-# --- what it looks like ---
+# --- appearance ---
 
 
 def _kind(node: Node) -> str:

@@ -323,9 +323,9 @@ __device__ inline void resized(const Window window, const Finish &how, int heigh
             sum_rows(window, hole, down, top, height, start, stop - start, sums);
             __syncthreads();
             if (x >= width) continue;
-            // range of input columns, limited to this chunk below; the first and last chunks also
+            // The range of input columns. It is limited to this chunk below, except that the first and last chunks also serve
+            // positions beyond the border.
             int from = along.first(x), to = along.last(x);
-                                                            // serve the positions beyond the border
             if (start > begin && from < start) from = start;
             if (stop < end && to >= stop) to = stop - 1;
             for (int at = from; at <= to; ++at) {

@@ -90,8 +90,9 @@ def _of_jpeg(read: Read) -> str:
 
 
 def _of_webp(read: Read) -> str:
-    """nvImageCodec ignores the padding byte after a chunk of odd size, so it does not find EXIF data behind a chunk of
-    this kind.
+    """The reason for a WebP file with EXIF data behind a chunk of odd size.
+
+    nvImageCodec ignores the padding byte after this chunk, and so does not find the EXIF data.
     """
     at, is_odd = 12, False
     for _ in range(_MOST_SEGMENTS):
@@ -159,7 +160,7 @@ class PillowImages:
         self._files[i] = path
 
     def feed(self, i: int, feeds: str) -> np.ndarray:
-        """The input of the DALI graph for image `i`, as from Source.feed: the PNG's "bytes" or its path ("paths")."""
+        """The graph's input for image `i`, in the form of Source.feed: the PNG's "bytes" or its path ("paths")."""
         path = self._files[i]
         return np.frombuffer(os.fsencode(path), np.uint8) if feeds == "paths" else np.fromfile(path, np.uint8)
 

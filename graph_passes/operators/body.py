@@ -30,7 +30,7 @@ class Body(ABC):
     def all(self, *roles: str) -> list[Any]:
         return [self._by_role[role] for role in roles]
 
-    # --- what is made of primitives ---
+    # --- operations made of primitives ---
 
     def dropped(self, x: Any) -> Any:
         """x times the node's stochastic-depth factors, if it has any."""

@@ -30,7 +30,7 @@ from graph_passes.operators.body import Body
 
 
 def is_relu(node: NodeView) -> bool:
-    """Whether the node is a ReLU. Gluon and Symbol write it as Activation, `mx.sym.relu` as the operator relu."""
+    """Whether the node is a ReLU: the operator relu of `mx.sym.relu`, or an Activation, as in Gluon and Symbol."""
     return node.op == "relu" or (node.op == "Activation" and node["act_type"] == "relu")
 
 

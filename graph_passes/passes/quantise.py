@@ -190,7 +190,7 @@ class _Quantiser:
         return [weight, Ref(multiplier.name), *bias]
 
     def _output(self, node: Node) -> dict[str, object]:
-        """Type and scale of a node's output: floats if nothing reads it as integers."""
+        """Type and scale of a node's output: floats if no node reads the output as integers."""
         ref = Ref(node.name)
         if any(reader.name in self._chosen for reader in self._graph.consumers.get(ref, ())):
             return {"dtype": "int8", "scale": self._scale(ref)}

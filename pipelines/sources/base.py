@@ -148,7 +148,7 @@ class Chosen(Source):
 
 
 def labels_of(source: Source) -> Iterator[int]:
-    """Yield each class number that occurs once, when the first image of the class is read. Raises DataError."""
+    """Yield each class number of the images, once, when the first image of the class is read. Raises DataError."""
     met: set[int] = set()
     for i in range(len(source)):
         with contextlib.suppress(BrokenRecordError):  # reported when the image is loaded

@@ -203,7 +203,7 @@ def _read_meta(folder: Path, is_binary: bool) -> dict[str, Any]:
 
 
 def _copies(files: Sequence[Path], images: Sequence[np.ndarray]) -> list[str]:
-    """A remark for each batch with the same images as an earlier one."""
+    """A remark for each batch whose images equal the images of an earlier batch."""
     first: dict[bytes, Path] = {}
     remarks = []
     for file, pixels in zip(files, images, strict=True):

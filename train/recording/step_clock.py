@@ -97,7 +97,7 @@ class StepClock:
         self.now = now
         self._forget_after = (first_step + 1, first_step + warmup_steps)  # the first step includes all set-up
         self._step_start = now()
-        self._step_end: float | None = None  # set by `stop`
+        self._step_end: float | None = None  # end of the current step; `stop` sets it
         self._overhang = 0.0  # seconds from the last step's end to `end_step` or `hold`, which count for the next step
         self._waited = 0.0  # s; waits in this step so far
         self._waited_before = 0.0  # s; waits in the previous step, if the device works ahead

@@ -86,7 +86,7 @@ class CudaExecutor(Executor):
         self.optimizer = DeviceOptimizer(step, engine)
         self._last_step: Any = None  # CUDA event at the end of the latest step
         self._batch: Array = None  # data of the latest pass, on this GPU
-        self._passes_done = step.gpu.allocate(4)  # address on the GPU
+        self._passes_done = step.gpu.allocate(4)  # address on the GPU; see `show_passes`
         self.passes_shown = step.gpu.pinned(4).view(np.uint32)  # see `show_passes`
         self.passes_shown[:] = 0
 

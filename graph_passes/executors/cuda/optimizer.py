@@ -140,7 +140,7 @@ class Optimizer:
         for address in (self._tensors, self._chunks, self._norms, self._trust):
             self._gpu.free(address)
 
-    # --- what a step does ---
+    # --- the launches of a step ---
 
     def enqueue_update(self) -> None:
         """Enqueue the launches of one step."""

@@ -105,7 +105,7 @@ __device__ inline void load_tiles(const Stages &stages, const TensorMap &x, int 
 
 using Addends = AddendsOf<CHUNK>;
 
-// --- what a warp does with a tile ---
+// --- the work of a warp on a tile ---
 
 // Barrier of the MMA warps.
 constexpr NamedBarrier<1, MMA_WARPS * WARP> sync_mma_warps{};

@@ -79,7 +79,7 @@ def _sum_body(b: Body) -> list[Any]:
     return [b.relu(b.add(one, other))]
 
 
-# --- how the work is divided ---
+# --- division of the work ---
 
 
 class Walk(ctypes.Structure):

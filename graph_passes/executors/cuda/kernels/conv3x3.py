@@ -93,7 +93,7 @@ def _dgrad_reduce_body(b: Body) -> list[Any]:
     return [*b.reduced(gradient), gradient]
 
 
-# --- how the work is divided ---
+# --- division of the work ---
 
 
 class TiledImages(ctypes.Structure):

@@ -53,8 +53,8 @@ __device__ inline int first_item(const Walk &walk) {
     return own < items_of_block(walk) ? blockIdx.x * items_of_block(walk) + own : walk.items;
 }
 
-// Neighbouring pixels of a row, every STEP-th of COUNT columns; zeros outside of the images. They stay packed while the load
-// is in flight.
+// Neighbouring pixels of a row, every STEP-th of COUNT columns; zeros outside of the images. The pixels stay packed while
+// the load is in flight.
 template <class T, int CHANNELS, int COUNT, int STEP> struct Row {
     Vector<T, CHANNELS> pixel[(COUNT + STEP - 1) / STEP];
 

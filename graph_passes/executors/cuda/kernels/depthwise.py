@@ -69,7 +69,7 @@ def depthwise_statistics(table: Candidates, sums: Candidate) -> Iterator[Node]:
             yield convolution.node.derive("DepthwiseStatistics", convolution.node.name, convolution.node.inputs)
 
 
-# --- how the work is divided ---
+# --- division of the work ---
 
 
 class Walk(ctypes.Structure):
