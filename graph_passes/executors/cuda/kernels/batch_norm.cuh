@@ -267,6 +267,13 @@ struct Backward {
             shift[k] -= mean[k] * scale[k];
         }
     }
+
+    // Stores what threads need later for this vector of channels, at these addresses in shared memory.
+    __device__ void store(float *means, float *scales, float *shifts) const {
+        store_floats(means, mean);
+        store_floats(scales, scale);
+        store_floats(shifts, shift);
+    }
 };
 
 // `finish` of `reduce_parts` for a BatchNorm's backward sums: writes the sums of dz and of dz * (x - mean) as

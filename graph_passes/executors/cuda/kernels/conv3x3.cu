@@ -299,10 +299,7 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
     }
     if (REDUCE && threadIdx.x < CHANNELS / VEC) {
         const int c = threadIdx.x * VEC;
-        const Backward of(norm.saved, norm.gamma, norm.beta, c, CHANNELS);
-        store_floats(control.mean + c, of.mean);
-        store_floats(control.scale + c, of.scale);
-        store_floats(control.shift + c, of.shift);
+        Backward(norm.saved, norm.gamma, norm.beta, c, CHANNELS).store(control.mean + c, control.scale + c, control.shift + c);
     }
     if (NORM && threadIdx.x < CHANNELS / VEC) {
         const int c = threadIdx.x * VEC;

@@ -454,10 +454,8 @@ norm_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ Tens
     const bool copies = group > 1 && work.warp_m == part;
     if (REDUCE && threadIdx.x < COLUMNS / VEC) {
         const int c = threadIdx.x * VEC;
-        const Backward of_prev(earlier.saved, earlier.gamma, earlier.beta, c, COLUMNS);
-        store_floats(shared.prev_mean + c, of_prev.mean);
-        store_floats(shared.prev_scale + c, of_prev.scale);
-        store_floats(shared.prev_shift + c, of_prev.shift);
+        Backward(earlier.saved, earlier.gamma, earlier.beta, c, COLUMNS)
+            .store(shared.prev_mean + c, shared.prev_scale + c, shared.prev_shift + c);
     }
     const Weights<T, S> weights(w + size_t(work.first_channel) * (COLUMNS / VEC));
     if (copies)

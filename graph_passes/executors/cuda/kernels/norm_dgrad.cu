@@ -93,10 +93,8 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
         store_floats(to.shift + at, gradient.c);
     }
     for (int column = threadIdx.x * VEC; column < columns; column += MMA_WARPS * WARP * VEC) {
-        const Backward of(prev_saved, prev_gamma, prev_beta, column, columns);
-        store_floats(mean + column, of.mean);
-        store_floats(of_prev.scale + column, of.scale);
-        store_floats(of_prev.shift + column, of.shift);
+        Backward(prev_saved, prev_gamma, prev_beta, column, columns)
+            .store(mean + column, of_prev.scale + column, of_prev.shift + column);
     }
     sync_mma_warps();
     ColumnSums<SUMS, PARTS> sums;
