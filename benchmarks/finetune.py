@@ -406,7 +406,7 @@ def measure(kept: KeptLines, study: Study) -> bool:
 
 
 def values(lines: Sequence[Line], key: str, program: str, way: str, images_per_class: int) -> list[float]:
-    """Of each seed, top-1 in % or the seconds."""
+    """Top-1 in %, or the seconds, of each seed in order."""
     factor = 100 if key == "top1" else 1
     found = {line["seed"]: factor * line[key] for line in lines
              if (line["program"], line["way"], line["images_per_class"]) == (program, way, images_per_class)}

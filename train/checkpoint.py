@@ -449,7 +449,7 @@ def _config(values: dict[str, Any], path: Path) -> Config:
         raise TrainError(f"cannot read the checkpoint {path}: {error}") from None
     loss = getattr(config, "loss", SOFTMAX)  # a language model has no option for the loss
     plugins.restore(config.plugin, str(path), run_folder(path), lambda: (
-        models.is_own(config.model) or plugins.has("model", config.model, config.plugin)) and (
+        config.model in models.OWN or plugins.has("model", config.model, config.plugin)) and (
         loss in LOSSES or plugins.has("loss", loss, config.plugin)))
     return config
 

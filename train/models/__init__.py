@@ -139,11 +139,6 @@ def image_size(name: str) -> int:
     return getattr(of_plugin.made, "image_size", IMAGE_SIZE) if of_plugin else OTHER_IMAGE_SIZES.get(name, IMAGE_SIZE)
 
 
-def is_own(name: str) -> bool:
-    """Whether a network is one of this program, and not a plug-in's."""
-    return name in OWN
-
-
 def is_of_file(name: str) -> bool:
     """Whether a network comes from a file (`network_file`)."""
     of_plugin = plugins.find("model", name)

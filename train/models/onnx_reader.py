@@ -53,7 +53,7 @@ def content_of(path: Path) -> bytes:
     model = parsed(str(path), content)
     of_nodes = (attribute.t for node in model.graph.node for attribute in node.attribute)
     elsewhere = [tensor for tensor in (*model.graph.initializer, *of_nodes) if tensor.external_data]
-    with _damage_of(str(path)):
+    with damage_of(str(path)):
         for tensor in elsewhere:
             _take_in(path, tensor)
         return bytes(model.SerializeToString()) if elsewhere else content
@@ -101,11 +101,12 @@ def parsed(file: str, content: bytes) -> Any:
         raise TrainError(f"{file} needs the package onnx: run make setup, or pip install onnx") from None
     if not content:
         raise TrainError(f"{file} is empty: fetch or write it again")
-    with _damage_of(file):
+    with damage_of(file):
         return onnx.load_model_from_string(content)
 
 
-def _damage_of(file: str) -> contextlib.AbstractContextManager[None]:
+def damage_of(file: str) -> contextlib.AbstractContextManager[None]:
+    """A context in which any exception that the content of the file causes becomes a TrainError."""
     return content_of_file(lambda reason: f"{file} is not a complete ONNX file ({reason}): write it again")
 
 
@@ -114,7 +115,7 @@ def read(file: str, content: bytes) -> Read:
     opset is before 7, or if it has operators or attributes that this program lacks; the message names their nodes.
     """
     model = parsed(file, content)
-    with _damage_of(file):
+    with damage_of(file):
         if not model.opset_import:
             raise ValueError("it does not say its opset")
     opset = max((each.version for each in model.opset_import if each.domain in DEFAULT_DOMAINS), default=FIRST_OPSET)

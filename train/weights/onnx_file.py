@@ -24,7 +24,6 @@ from graph_passes import onnx_writer
 from graph_passes.passes.fold_bn import foldings
 from train import losses, models
 from train.checkpoint import Checkpoint
-from train.content import content_of_file
 from train.errors import TrainError
 from train.models import onnx_reader
 from train.options.optimizer import LOSSES
@@ -57,7 +56,7 @@ def read(path: Path) -> tuple[Arrays, Record]:
     about = {entry.key: entry.value for entry in model.metadata_props}
     if model.producer_name not in PRODUCERS or "batch_norms" not in about:
         return _of_others(path), record.find(path)
-    with content_of_file(lambda reason: f"{path} is not a complete ONNX file ({reason}): write it again"):
+    with onnx_reader.damage_of(str(path)):
         # the export's network came from a file; here this file itself has the network
         if about.get("model", "").endswith(models.NETWORK_FILES):
             return _of_others(path), replace(_record(path, about), architecture="")

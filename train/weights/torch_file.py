@@ -112,8 +112,7 @@ def read(path: Path) -> dict[str, np.ndarray]:
     """The tensors of a state_dict, by name; bfloat16 becomes float32.
 
     The state_dict is the file's object itself, or is stored in it under one of the usual keys, or is the only one there
-    under another key. Prefixes of names from
-    DistributedDataParallel and torch.compile are removed.
+    under another key. Prefixes of names from DistributedDataParallel and torch.compile are removed.
 
     Raises:
         OSError: the file cannot be read.

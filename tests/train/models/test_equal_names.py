@@ -187,7 +187,7 @@ MODEL = """
 @pytest.mark.parametrize("files", [("one.py", "two.py"), ("one/my.py", "two/my.py")])
 def test_plugins_with_equal_names(files: tuple[str, str], plugin: Callable[..., Path], tiny_data: Path, tmp_path: Path,
                                   images: np.ndarray) -> None:
-    """Of networks and of losses, which say how scores become probabilities."""
+    """Plug-ins with networks, and plug-ins with losses, which say how scores become probabilities."""
     runs = {}
     for file, (act_type, probabilities) in zip(files, (("relu", "softmax"), ("tanh", "sigmoid")), strict=True):
         (tmp_path / file).parent.mkdir(exist_ok=True)
